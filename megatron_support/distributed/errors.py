@@ -1,0 +1,48 @@
+"""An error that one rank finds is raised by all, so that no rank waits for another that has left."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_support.errors import ConfigurationError, LogprobFault, RolloutError
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ConfigurationError, LogprobFault, RolloutError, ValueError, RuntimeError)
+}
+
+
+def raise_together(error: Exception | None, group: ProcessGroup | None, device: torch.device | None = None) -> None:
+    """Raise on every rank of a group if any rank has an error; collective.
+
+    Costs one small reduction where nobody has an error.
+
+    Args:
+        error: this rank's, or None.
+        group: None for a single rank.
+        device: one that the group's backend works on; None for the CPU.
+
+    Raises:
+        Exception: of the type and message of the lowest rank that has one (of its nearest known type for an exception
+            from elsewhere), with the count of further ranks that have one.
+    """
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    failed = torch.tensor([int(error is not None)], device=device)
+    dist.all_reduce(failed, group=group)
+    if not failed.item():
+        return
+    gathered: list[tuple[str, str] | None] = [None] * group.size()
+    dist.all_gather_object(gathered, None if error is None else (_kind(error), str(error)), group=group)
+    reports = [report for report in gathered if report is not None]
+    kind, message = reports[0]
+    others = len({report for report in reports if report != reports[0]})
+    suffix = f"\n(and {others} more on other ranks)" if others else ""
+    raise _KINDS[kind](message + suffix) from error
+
+
+def _kind(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")

@@ -1,0 +1,435 @@
+"""The actor loss: masks once, a surrogate, a correction, a KL term, one division."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_support.config.loss import ActorLossConfig
+from megatron_support.errors import ConfigurationError
+from megatron_support.loss.aggregate import AggregationType, Count, Counts, at_least_one, denominator, local_sum
+from megatron_support.loss.correction import CorrectionWeights, behaviour_weights, correct
+from megatron_support.loss.diagnostics import (
+    approx_entropy,
+    exclusion_metrics,
+    mismatch_metrics,
+    ratio_metrics,
+    weight_metrics,
+)
+from megatron_support.loss.inputs import TokenInputs, token_inputs
+from megatron_support.loss.kl import reference_kl
+from megatron_support.loss.layout import SequenceSum
+from megatron_support.loss.masks import count, exclusions, poison, select
+from megatron_support.loss.participation import DropRules, Participation, participation
+from megatron_support.loss.ratio import level_log_ratio, sequence_means
+from megatron_support.loss.surrogates import SurrogateInputs, SurrogateOutput, surrogate_loss
+from megatron_support.metrics import Mean, Metric, MetricSet, Sum
+from megatron_support.types import LossOutput
+
+
+def actor_loss(
+    config: ActorLossConfig,
+    *,
+    curr_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    prev_logprobs: Tensor | None = None,
+    generation_logprobs: Tensor | None = None,
+    correction_weights: Tensor | None = None,
+    global_positive_tokens: Count | None = None,
+    sample_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    curr_logprobs_unfiltered: Tensor | None = None,
+    entropy: Tensor | None = None,
+    rewards: Tensor | None = None,
+    filtered: bool | Tensor = True,
+    global_valid_tokens: Count | None = None,
+    global_valid_sequences: Count | None = None,
+    sequence_sum: SequenceSum | None = None,
+    counts_sequences: bool | None = None,
+    metrics: Literal["full", "minimal"] = "full",
+) -> LossOutput:
+    """The actor loss of one microbatch, divided by global counts.
+
+    Formula: ``(sum w_t c_t l_t + coef sum w_t KL_t - entropy_coef sum w_t H_t) / N + nll_coef NLL``: l the surrogate,
+    c the behaviour-policy correction, w the aggregation's token weights, N one global count. See README.md beside
+    this file for every variant, denominator, and what happens to an excluded token in each term.
+
+    A response token whose current, previous or generation log-probability is -inf where ``filtered`` is True is
+    excluded from every term but the KL. A NaN or infinity elsewhere at a token that takes part makes the loss NaN;
+    :func:`find_faults` says where it is. Masked positions may hold anything. Nothing here synchronises the host.
+
+    Args:
+        config: what to compute.
+        curr_logprobs: ``[B, S]`` (a row is a sequence), or any shape of T tokens with ``sequence_ids``; raw, -inf
+            outside the support. Only this, curr_logprobs_unfiltered and entropy get a gradient.
+        advantages: per token.
+        response_mask: per token, any dtype.
+        prev_logprobs: per token, the trainer's before the step. on_policy ignores it.
+        generation_logprobs: per token, the inference engine's.
+        correction_weights: per token, the host's own weights in place of ``config.correction``.
+        global_positive_tokens: denominator of the positive-sample NLL. None: counted from this batch.
+        sample_mask: ``[sequences]``; a False sequence enters no term.
+        sequence_ids: int64 per token, index of its sequence.
+        reference_logprobs: per token, unfiltered. Read by the KL term.
+        curr_logprobs_unfiltered: per token. Read by the KL term; needed where ``filtered``.
+        entropy: per token, of the whole vocabulary, in nats. Read by the entropy bonus.
+        rewards: ``[sequences]``. Read by the positive-sample NLL.
+        filtered: whether -inf means "outside the support": one bool, per sequence, or per token.
+        global_valid_tokens, global_valid_sequences: denominators. None: counted from this batch; 1: leave sums.
+        sequence_sum: sums ``[sequences]`` or ``[sequences, K]`` over context-parallel ranks, differentiably.
+        counts_sequences: with ``sequence_sum``, True on the one rank of the context-parallel group that counts its
+            sequences, False on the others. None elects the rank that holds most of a sequence's response tokens, which
+            is one rank for a group of two; larger groups pass it.
+        metrics: full, or minimal for no diagnostics.
+
+    Returns:
+        Loss (scalar, attached to the graph), metrics and counts.
+
+    Raises:
+        ConfigurationError: a tensor that a term reads is missing, or has the wrong shape.
+    """
+    if metrics not in ("full", "minimal"):
+        raise ConfigurationError(f"metrics must be 'full' or 'minimal', got {metrics!r}; use one of them")
+    inputs = token_inputs(
+        curr_logprobs=curr_logprobs,
+        response_mask=response_mask,
+        advantages=advantages,
+        sample_mask=sample_mask,
+        sequence_ids=sequence_ids,
+        filtered=filtered,
+        rewards=rewards,
+        sequence_sum=sequence_sum,
+        prev_logprobs=None if config.surrogate.type == "on_policy" else prev_logprobs,
+        generation_logprobs=generation_logprobs,
+        reference_logprobs=reference_logprobs if config.needs_reference else None,
+        curr_logprobs_unfiltered=curr_logprobs_unfiltered if config.needs_reference else None,
+        entropy=entropy,
+        correction_weights=correction_weights,
+    )
+    _check_present(config, inputs)
+    part = _participation(config, inputs, counts_sequences)
+    survivors = config.normalization == "survivors"
+    counts = Counts(
+        valid_tokens=count(inputs.valid),
+        valid_sequences=part.count_sequences(part.valid_counts > 0),
+        surviving_tokens=count(part.actor_mask),
+        surviving_sequences=part.count_sequences(part.actor_counts > 0),
+    )
+    divisor = denominator(
+        counts,
+        kind=config.aggregation.type,
+        survivors=survivors,
+        global_valid_tokens=global_valid_tokens,
+        global_valid_sequences=global_valid_sequences,
+    )
+    tokens = _actor_tokens(config, inputs, part)
+    surrogate = _surrogate(config, inputs, part, tokens)
+    correction = _correction(config, inputs, part, tokens)
+    kl = _kl(config, inputs, part)
+    loss = _numerator(config, inputs, part, surrogate, correction, kl) / divisor + tokens.fault
+    if config.positive_nll_coef > 0:
+        nll, positive = _positive_nll(inputs, part, tokens, survivors=survivors)
+        given = positive if global_positive_tokens is None else global_positive_tokens
+        loss = loss + config.positive_nll_coef * (nll / at_least_one(given))
+    if kl is not None:
+        loss = loss + kl.fault
+    with torch.no_grad():
+        reported = _term_metrics(config, inputs, part, tokens, counts, kl)
+        if metrics == "full":
+            reported |= _diagnostics(config, inputs, part, tokens, counts, surrogate, correction)
+    return LossOutput(
+        loss=loss,
+        metrics=MetricSet(reported),
+        valid_tokens=counts.valid_tokens,
+        valid_sequences=counts.valid_sequences,
+        surviving_tokens=counts.surviving_tokens,
+        surviving_sequences=counts.surviving_sequences,
+    )
+
+
+def _check_present(config: ActorLossConfig, inputs: TokenInputs) -> None:
+    """Raise where a tensor that a term reads is missing."""
+    reads_unfiltered = config.needs_reference and inputs.filtered is not False
+    needed = {
+        "prev_logprobs": (config.needs_previous, "the surrogate, correction, sequence mask or error check"),
+        "generation_logprobs": (config.needs_generation, "the correction, error check or on-policy KL"),
+        "reference_logprobs": (config.needs_reference, "the KL term"),
+        "curr_logprobs_unfiltered": (reads_unfiltered, "the KL term under a sampling filter"),
+        "entropy": (config.entropy_coef > 0, "the entropy bonus"),
+        "rewards": (config.positive_nll_coef > 0, "the positive-sample NLL"),
+    }
+    for name, (reads, reader) in needed.items():
+        if reads and getattr(inputs, name) is None:
+            raise ConfigurationError(
+                f"{name} is read by {reader} and must be given, got None; pass it or turn that off"
+            )
+    if config.correction is not None and inputs.correction_weights is not None:
+        raise ConfigurationError(
+            f"correction_weights must be None with loss.correction {config.correction.type!r}, got a tensor; "
+            "set correction to null to use your own weights"
+        )
+
+
+def _participation(config: ActorLossConfig, inputs: TokenInputs, counts_sequences: bool | None) -> Participation:
+    excluded = exclusions(
+        inputs.valid,
+        inputs.filtered,
+        current=inputs.curr_logprobs,
+        previous=inputs.prev_logprobs,
+        generation=inputs.generation_logprobs,
+    )
+    on_policy = config.surrogate.type == "on_policy"
+    assert inputs.advantages is not None
+    return participation(
+        inputs.valid,
+        excluded,
+        inputs.layout,
+        rules=DropRules(
+            min_support_fraction=config.min_support_fraction,
+            error_threshold=config.sequence_error_threshold,
+            opsm_threshold=None if config.sequence_mask is None else config.sequence_mask.threshold,
+        ),
+        curr_logprobs=inputs.curr_logprobs,
+        prev_logprobs=inputs.curr_logprobs.detach() if on_policy else inputs.prev_logprobs,
+        generation_logprobs=inputs.generation_logprobs,
+        advantages=inputs.advantages,
+        counts_sequences=counts_sequences,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ActorTokens:
+    """Sanitised under the actor mask: 0 at tokens that do not take part."""
+
+    curr: Tensor
+    prev: Tensor
+    """The current ones, detached, where previous ones are not given."""
+    generation: Tensor | None
+    advantages: Tensor
+    log_ratio: Tensor
+    log_weight: Tensor | None
+    """prev - generation."""
+    fault: Tensor
+    """0, or NaN where a log-probability that takes part is not finite."""
+
+
+def _actor_tokens(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _ActorTokens:
+    mask = part.actor_mask
+
+    def sanitised(mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        curr = select(mask, inputs.curr_logprobs)
+        prev = curr.detach() if inputs.prev_logprobs is None else select(mask, inputs.prev_logprobs.detach())
+        given = inputs.generation_logprobs
+        return curr, prev, None if given is None else select(mask, given.detach())
+
+    curr, prev, generation = sanitised(mask)
+    assert inputs.advantages is not None
+    log_ratio = curr - prev
+    log_weight = None if generation is None else prev - generation
+    if part.survives is mask:
+        fault = poison(log_ratio, log_weight)
+    else:  # a fault in a sequence that was dropped is still a fault
+        fault = poison(*sanitised(part.survives))
+    return _ActorTokens(
+        curr=curr,
+        prev=prev,
+        generation=generation,
+        advantages=select(mask, inputs.advantages.detach()).to(curr.dtype),
+        log_ratio=log_ratio,
+        log_weight=log_weight,
+        fault=fault,
+    )
+
+
+def _surrogate(
+    config: ActorLossConfig, inputs: TokenInputs, part: Participation, tokens: _ActorTokens
+) -> SurrogateOutput:
+    layout, counts = inputs.layout, part.actor_counts
+    log_ratio = level_log_ratio(tokens.log_ratio, tokens.curr, counts, layout, config.ratio_level)
+
+    def sequence_mean(values: Tensor) -> Tensor:
+        return layout.to_tokens(sequence_means(values, counts, layout))
+
+    return surrogate_loss(
+        config.surrogate.type,
+        SurrogateInputs(
+            log_ratio=log_ratio,
+            ratio=log_ratio.exp(),
+            curr_logprobs=tokens.curr,
+            prev_logprobs=tokens.prev,
+            advantages=tokens.advantages,
+            mask=part.actor_mask,
+            sequence_mean=sequence_mean,
+        ),
+        config.surrogate.parameters,
+    )
+
+
+def _correction(
+    config: ActorLossConfig, inputs: TokenInputs, part: Participation, tokens: _ActorTokens
+) -> CorrectionWeights | None:
+    """The weights that multiply the surrogate; None for none."""
+    if inputs.correction_weights is not None:
+        weights = select(part.actor_mask, inputs.correction_weights.detach())
+        return CorrectionWeights(weights=weights.to(tokens.curr.dtype))
+    if config.correction is None:
+        return None
+    assert tokens.log_weight is not None
+    return correct(
+        tokens.log_weight,
+        part.actor_counts,
+        inputs.layout,
+        kind=config.correction.type,
+        per_sequence=config.ratio_level != "token",
+        **config.correction.window,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KL:
+    values: Tensor
+    """Per token, without the coefficient; 0 outside the KL mask."""
+    fault: Tensor
+
+
+def _kl(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _KL | None:
+    if config.kl is None or not config.needs_reference:
+        return None
+    given = inputs.curr_logprobs_unfiltered
+    raw = inputs.curr_logprobs if given is None else given
+    assert inputs.reference_logprobs is not None
+    curr = select(part.kl_mask, raw)
+    reference = select(part.kl_mask, inputs.reference_logprobs.detach())
+    generation = in_support = None
+    if config.kl.on_policy:
+        assert inputs.generation_logprobs is not None
+        outside = part.excluded.generation
+        mask = part.kl_mask if outside is None else part.kl_mask & ~outside
+        generation = select(mask, inputs.generation_logprobs.detach())
+        in_support = None if outside is None else ~outside
+    values = reference_kl(
+        curr,
+        reference,
+        kind=config.kl.type,
+        input_clamp=config.kl.input_clamp,
+        output_clamp=config.kl.output_clamp,
+        generation_logprobs=generation,
+        generation_in_support=in_support,
+    )
+    if part.rejected is None:
+        return _KL(values=select(part.kl_mask, values), fault=poison(curr - reference, generation))
+    whole = select(inputs.valid, raw.detach() - inputs.reference_logprobs.detach())
+    return _KL(values=select(part.kl_mask, values), fault=poison(whole, generation))
+
+
+def _numerator(
+    config: ActorLossConfig,
+    inputs: TokenInputs,
+    part: Participation,
+    surrogate: SurrogateOutput,
+    correction: CorrectionWeights | None,
+    kl: _KL | None,
+) -> Tensor:
+    """The local sum that the one global count divides."""
+    aggregation = config.aggregation
+    max_length = aggregation.max_length if aggregation.type == "dr_grpo" else None
+
+    def aggregate(values: Tensor, counts: Tensor) -> Tensor:
+        return local_sum(values, counts, inputs.layout, kind=aggregation.type, max_length=max_length)
+
+    per_token = surrogate.loss if correction is None else surrogate.loss * correction.weights
+    total = aggregate(select(part.actor_mask, per_token), part.actor_counts)
+    if config.entropy_coef > 0:
+        assert inputs.entropy is not None
+        total = total - config.entropy_coef * aggregate(select(part.actor_mask, inputs.entropy), part.actor_counts)
+    if kl is not None and config.kl is not None:
+        total = total + config.kl.coef * aggregate(kl.values, part.kl_counts)
+    return total
+
+
+def _positive_nll(
+    inputs: TokenInputs, part: Participation, tokens: _ActorTokens, *, survivors: bool
+) -> tuple[Tensor, Tensor]:
+    """Sum of -log p over surviving tokens of samples with a positive reward, and the count that divides it."""
+    assert inputs.rewards is not None
+    positive = inputs.layout.to_tokens(inputs.rewards > 0)
+    nll = -select(positive, tokens.curr).sum()
+    before = count(inputs.valid & positive)
+    after = count(part.actor_mask & positive)
+    return nll, torch.where(after > 0, after, before) if survivors else before
+
+
+def _term_metrics(
+    config: ActorLossConfig,
+    inputs: TokenInputs,
+    part: Participation,
+    tokens: _ActorTokens,
+    counts: Counts,
+    kl: _KL | None,
+) -> dict[str, Metric]:
+    """Counts and the terms that were computed anyway: the minimal set."""
+    survivors = config.normalization == "survivors"
+    num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
+    num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
+    outside = part.excluded.tokens
+    metrics: dict[str, Metric] = {
+        "policy_support_excluded_tokens": Sum(torch.zeros_like(num_tokens) if outside is None else count(outside)),
+        "num_valid_samples": Sum(counts.valid_sequences),
+    }
+    if part.dropped is not None:
+        metrics["dropped_sequences"] = Sum(part.count_sequences(part.dropped))
+    if part.rejected is not None:
+        metrics["rejected_sequences"] = Sum(part.count_sequences(part.rejected))
+    if kl is not None:
+        by_sequence = config.aggregation.type == "sequence_mean"
+        kind: AggregationType = "sequence_mean" if by_sequence else "token_mean"
+        total = local_sum(kl.values.detach(), part.kl_counts, inputs.layout, kind=kind)
+        metrics["kl_penalty"] = (
+            Mean(total, num_sequences, per="sequence") if by_sequence else Mean(total, num_tokens, per="token")
+        )
+    if config.positive_nll_coef > 0:
+        nll, positive = _positive_nll(inputs, part, tokens, survivors=survivors)
+        metrics["positive_nll_loss"] = Mean(nll.detach(), positive, per="positive token")
+    if inputs.entropy is not None and config.entropy_coef > 0:
+        total = select(part.actor_mask, inputs.entropy.detach()).sum()
+        metrics["entropy"] = Mean(total, num_tokens, per="token")
+    return metrics
+
+
+def _diagnostics(
+    config: ActorLossConfig,
+    inputs: TokenInputs,
+    part: Participation,
+    tokens: _ActorTokens,
+    counts: Counts,
+    surrogate: SurrogateOutput,
+    correction: CorrectionWeights | None,
+) -> dict[str, Metric]:
+    """The full set; which names it has depends on the configuration and on which tensors are given, never on values."""
+    survivors = config.normalization == "survivors"
+    num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
+    num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
+    assert inputs.advantages is not None
+    metrics = {
+        **ratio_metrics(surrogate, tokens.log_ratio.detach(), part.actor_mask, num_tokens),
+        **exclusion_metrics(part.excluded, inputs.valid, inputs.advantages.detach()),
+    }
+    if tokens.generation is None or tokens.log_weight is None:
+        return metrics
+    weight = behaviour_weights(tokens.log_weight, inputs.layout, per_sequence=False)
+    kl_type = "k3" if config.kl is None else config.kl.type
+    metrics |= mismatch_metrics(tokens.log_weight, weight, part.actor_mask, num_tokens, kl_type)
+    metrics["approx_entropy"] = approx_entropy(tokens.curr.detach(), tokens.generation, num_tokens)
+    if correction is None:
+        if config.ratio_level == "token":
+            correction = CorrectionWeights(weights=weight)
+        else:
+            product = behaviour_weights(tokens.log_weight, inputs.layout, per_sequence=True)
+            correction = CorrectionWeights(weights=inputs.layout.to_tokens(product), per_sequence=product)
+    metrics |= weight_metrics(correction, part, num_tokens, num_sequences)
+    return metrics

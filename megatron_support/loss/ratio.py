@@ -1,0 +1,57 @@
+"""Importance ratios p_curr / p_prev of a token or of a sequence."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_support.loss.layout import Layout
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped into [-20, 20] (gradient 0 beyond), so a ratio is at most e^20 = 4.9e8 and never overflows."""
+
+
+def sequence_means(values: Tensor, counts: Tensor, layout: Layout) -> Tensor:
+    """``[sequences]``: sum of each sequence's values over all its ranks / its count; 0 where the count is 0.
+
+    Args:
+        values: per token, 0 at tokens that do not take part.
+        counts: float64 ``[sequences]``, over all context-parallel ranks.
+        layout: sequences and ranks.
+    """
+    totals = layout.totals(layout.local_sums(values))
+    return totals / torch.where(counts > 0, counts, 1.0).to(values.dtype)
+
+
+def level_log_ratio(
+    log_ratio: Tensor,
+    curr_logprobs: Tensor,
+    counts: Tensor,
+    layout: Layout,
+    level: Literal["token", "sequence", "sequence_token"],
+) -> Tensor:
+    """The log-ratio that stands for each token.
+
+    Formula: ``token``: l_t. ``sequence``: mean of l over the sequence's surviving tokens (GSPO).
+    ``sequence_token``: sg(mean) + log p_t - sg(log p_t), the value of GSPO with the token's own gradient.
+    GSPO: Zheng et al. 2025, arXiv:2507.18071.
+
+    Args:
+        log_ratio: per token, 0 at tokens that do not take part.
+        curr_logprobs: per token, sanitised.
+        counts: float64 ``[sequences]``, surviving tokens.
+        layout: sequences and ranks.
+        level: which.
+
+    Returns:
+        A tensor that broadcasts to the tokens, in [-20, 20].
+    """
+    if level == "token":
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level == "sequence":
+        mean = sequence_means(log_ratio, counts, layout)
+        return layout.to_tokens(mean).expand(log_ratio.shape).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean = layout.to_tokens(sequence_means(log_ratio.detach(), counts, layout))
+    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + (curr_logprobs - curr_logprobs.detach())

@@ -1,0 +1,101 @@
+"""What a surrogate is given and what it returns, and the registry of surrogates by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_support.config.loss import BUILT_IN_SURROGATES, declare_surrogate
+from megatron_support.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateInputs:
+    """Sanitised per-token tensors, all of one shape and finite unless the data has a fault.
+
+    At a token that does not take part: log_ratio 0, ratio 1, log-probabilities 0, advantage 0.
+    """
+
+    log_ratio: Tensor
+    """log p - log p_prev of the token or of its sequence (ratio_level), in [-20, 20]; carries gradient."""
+    ratio: Tensor
+    """exp(log_ratio); carries gradient."""
+    curr_logprobs: Tensor
+    """log p of the token; carries gradient."""
+    prev_logprobs: Tensor
+    """log p_prev of the token; no gradient."""
+    advantages: Tensor
+    mask: Tensor
+    """bool, tokens that take part."""
+    sequence_mean: Callable[[Tensor], Tensor]
+    """Mean over the surviving tokens of each sequence, seen by each of its tokens; differentiable, and right under
+    context parallelism. Its argument must be 0 where the mask is False."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateOutput:
+    """A loss per token and what diagnostics report about it."""
+
+    loss: Tensor
+    """Per token; ignored where the mask is False."""
+    ratio: Tensor
+    """What the loss is linear in before clipping: the ratio, or the log-probability. Reported only."""
+    clipped_ratio: Tensor | None = None
+    """The same after clipping; None for no clipping."""
+    clipped: Tensor | None = None
+    """bool, tokens whose gradient a clip removed or whose ratio it changed."""
+    bounded: Tensor | None = None
+    """bool, tokens where a second bound applies (dual clip, ratio cap)."""
+
+
+SurrogateFunction = Callable[..., SurrogateOutput | Tensor]
+
+SURROGATES: dict[str, SurrogateFunction] = {}
+
+
+def register_surrogate(name: str) -> Callable[[SurrogateFunction], SurrogateFunction]:
+    """Add a surrogate, usable as ``surrogate: {type: NAME, ...}``.
+
+    The function is called as ``fn(inputs, **fields)`` with :class:`SurrogateInputs` and the fields of the
+    configuration, and returns a per-token loss (to be minimised) or a :class:`SurrogateOutput`. Its keyword parameters
+    are the allowed fields; one without a default is required. It must not read values on the host and must be finite
+    at tokens that do not take part. Exclusion, correction, aggregation and normalisation happen around it.
+
+    Example::
+
+        @register_surrogate("squared_ratio")
+        def squared_ratio(inputs: SurrogateInputs, *, strength: float = 0.5) -> Tensor:
+            return -inputs.ratio * inputs.advantages + strength * inputs.log_ratio.square()
+
+    Raises:
+        ConfigurationError: the name is taken or not a word.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigurationError(f"a surrogate's name must be an identifier, got {name!r}; use letters and underscores")
+    if name in SURROGATES and name in BUILT_IN_SURROGATES:
+        raise ConfigurationError(f"surrogate {name!r} is built in; register yours under another name")
+
+    def register(fn: SurrogateFunction) -> SurrogateFunction:
+        known = SURROGATES.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (fn.__module__, fn.__qualname__):
+            raise ConfigurationError(
+                f"surrogate {name!r} is already registered by {known.__module__}.{known.__qualname__}; "
+                "choose another name"
+            )
+        SURROGATES[name] = fn
+        if name not in BUILT_IN_SURROGATES:
+            declare_surrogate(name, fn)
+        return fn
+
+    return register
+
+
+def surrogate_loss(name: str, inputs: SurrogateInputs, parameters: dict[str, Any]) -> SurrogateOutput:
+    """Call the surrogate ``name``."""
+    output = SURROGATES[name](inputs, **parameters)
+    if isinstance(output, SurrogateOutput):
+        return output
+    return SurrogateOutput(loss=output, ratio=inputs.ratio)

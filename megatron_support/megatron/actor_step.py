@@ -1,0 +1,220 @@
+"""One actor step: previous pass -> reference pass -> advantages -> minibatches -> optimizer -> metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_support.advantages import grpo_advantages
+from megatron_support.config.recipe import ActorStepConfig
+from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.faults import check_rollouts, raise_faults
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs
+from megatron_support.megatron.loss_function import MegatronActorLoss
+from megatron_support.megatron.minibatch import prepare_minibatch
+from megatron_support.megatron.model import ModelParts
+from megatron_support.megatron.reference import HostWeights
+from megatron_support.megatron.scaling import survivor_rescale
+from megatron_support.megatron.schedule import run_schedule
+from megatron_support.megatron.step_metrics import minibatch_outcome
+from megatron_support.metrics import Mean, MetricSet, Sum
+from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.minibatch import split_minibatches
+
+Phase = Callable[[str, int, int], None]
+
+LOSS_COLUMNS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What :meth:`ActorStep.step` returns, the same on every rank."""
+
+    metrics: dict[str, float]
+    """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
+    rollouts: RolloutBatch
+    """The batch with prev_logprobs, reference_logprobs and advantages filled in."""
+
+
+@dataclass
+class _Clock:
+    """Seconds per named phase on this rank."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class ActorStep:
+    """The actor step of reinforcement learning on a Megatron-Core model.
+
+    Args:
+        model: this rank's chunks, wrapped in Megatron's DistributedDataParallel.
+        optimizer: Megatron's optimizer over those chunks.
+        scheduler: Megatron's OptimizerParamScheduler, or None for a fixed learning rate.
+        config: loss, advantages, microbatching.
+        groups: the ranks' layout.
+        reference: weights of the reference policy. Only a KL term needs them; see ``ActorLossConfig.needs_reference``.
+        on_phase: called on every rank as ``(phase, done, total)``, for progress.
+
+    Raises:
+        ConfigurationError: the configuration needs a reference policy and none is given.
+    """
+
+    def __init__(
+        self,
+        model: ModelParts,
+        optimizer: Any,
+        scheduler: Any,
+        config: ActorStepConfig,
+        *,
+        groups: ParallelGroups,
+        reference: HostWeights | None = None,
+        on_phase: Phase | None = None,
+    ) -> None:
+        if config.loss.needs_reference and reference is None:
+            raise ConfigurationError(
+                "loss.kl needs a reference policy, got none; pass reference=HostWeights(model.chunks) or set kl to null"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.config = config
+        self.groups = groups
+        self.reference = reference
+        self.on_phase = on_phase or (lambda name, done, total: None)
+        self.steps = 0
+
+    def step(self, rollouts: RolloutBatch) -> StepResult:
+        """Train on one batch of rollouts.
+
+        Every rank passes the same batch.
+
+        Raises:
+            RolloutError: a sequence is longer than the token budget.
+            LogprobFault: a log-probability is not finite where it must be, on every rank with the same message. The
+                weights and the optimizer are as they were before the minibatch in which it was found.
+        """
+        clock = _Clock()
+        with clock.phase("previous"):
+            rollouts = self._with_previous(rollouts)
+        with clock.phase("reference"):
+            rollouts = self._with_reference(rollouts)
+        check_rollouts(rollouts, self.config.loss)
+        rollouts = self._with_advantages(rollouts)
+        metrics = MetricSet()
+        with clock.phase("update"):
+            total = self.config.epochs * self.config.minibatches
+            for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
+                self.on_phase("update", done, total)
+                metrics = metrics.merge(self._update(rollouts.select(indices)))
+            self.on_phase("update", total, total)
+        self.steps += 1
+        values = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
+        return StepResult(metrics=values, rollouts=rollouts)
+
+    def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
+        for epoch in range(self.config.epochs):
+            seed = self.config.seed + self.steps * self.config.epochs + epoch if self.config.shuffle else None
+            yield from split_minibatches(num_sequences, self.config.minibatches, seed=seed)
+
+    def _with_previous(self, rollouts: RolloutBatch) -> RolloutBatch:
+        if not self.config.loss.needs_previous:
+            return rollouts
+        self.on_phase("previous", 0, 1)
+        previous = self._logprobs(rollouts)
+        return rollouts.with_columns(
+            prev_logprobs=previous.filtered,
+            prev_logprobs_unfiltered=previous.unfiltered,
+        )
+
+    def _with_reference(self, rollouts: RolloutBatch) -> RolloutBatch:
+        if self.reference is None or not self.config.loss.needs_reference:
+            return rollouts
+        self.on_phase("reference", 0, 1)
+        with self.reference.swapped_into(self.model.chunks):
+            reference = self._logprobs(rollouts.without_filters())
+        return rollouts.with_columns(reference_logprobs=reference.unfiltered)
+
+    def _logprobs(self, rollouts: RolloutBatch) -> RolloutLogprobs:
+        return compute_logprobs(
+            self.model,
+            rollouts,
+            groups=self.groups,
+            microbatch=self.config.microbatch,
+            logprobs=self.config.logprobs,
+        )
+
+    def _with_advantages(self, rollouts: RolloutBatch) -> RolloutBatch:
+        settings = self.config.advantages
+        per_sequence = grpo_advantages(
+            rollouts.rewards,
+            rollouts.group_ids,
+            leave_one_out=settings.leave_one_out,
+            normalize_std=settings.normalize_std,
+        )
+        advantages = torch.where(rollouts.response_mask, per_sequence[rollouts.sequence_ids], 0.0)
+        return rollouts.with_columns(advantages=advantages)
+
+    def _update(self, rollouts: RolloutBatch) -> MetricSet:
+        """One optimizer step on one minibatch."""
+        minibatch = prepare_minibatch(
+            rollouts,
+            microbatch=self.config.microbatch,
+            groups=self.groups,
+            device=self.model.device,
+            columns=LOSS_COLUMNS,
+            virtual_pipeline=self.model.virtual_pipeline,
+            sequence_parallel=self.model.config.sequence_parallel,
+        )
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        loss = MegatronActorLoss(
+            self.config.loss,
+            model=self.model,
+            minibatch=minibatch,
+            groups=self.groups,
+            logprobs=self.config.logprobs,
+        )
+        records = run_schedule(self.model, minibatch, loss.forward_step, forward_only=False)
+        outcome = minibatch_outcome(records, loss, self.groups, self.model.device)
+        if outcome.faults:
+            raise_faults(records, loss, rollouts, self.groups)
+        value = outcome.loss
+        if loss.survivors:
+            rescale = survivor_rescale(
+                survivors=outcome.survivors, rollout_count=loss.rollout_count, already_divided=loss.per_token
+            )
+            for chunk in self.model.chunks:
+                chunk.scale_gradients(rescale)  # type: ignore[operator]
+            value /= outcome.survivors or loss.rollout_count or 1
+        return outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+
+    def _apply(self, valid_tokens: int) -> MetricSet:
+        """The optimizer step, skipped (and counted) where no rank holds a valid token."""
+        rate = max(group["lr"] for group in self.optimizer.param_groups)
+        applied, grad_norm = False, 0.0
+        if valid_tokens > 0:
+            applied, grad_norm, _ = self.optimizer.step()
+        if applied and self.scheduler is not None:
+            self.scheduler.step(increment=1)
+        return MetricSet(
+            {
+                "lr": Mean(rate, 1),
+                "grad_norm": Mean(grad_norm, int(applied)),
+                "valid_tokens": Sum(valid_tokens),
+                "skipped_updates": Sum(int(not applied)),
+            }
+        )

@@ -1,0 +1,169 @@
+"""Distributed checkpoints (megatron.core.dist_checkpointing): any layout may load what any other saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megatron_support.config.recipe import Architecture
+from megatron_support.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from megatron_support.megatron.model import ModelParts
+
+# canonical optimizer state: one tensor per parameter, whatever the data-, tensor- and pipeline-parallel layout
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+_LATEST = "latest_checkpointed_iteration.txt"
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: ModelParts,
+    *,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    step: int = 0,
+) -> None:
+    """Write a checkpoint folder. Collective.
+
+    Args:
+        path: the folder; made, and must be empty.
+        model: this rank's chunks.
+        optimizer: with it the run can be continued, without it there are weights alone.
+        scheduler: saved with the optimizer.
+        step: actor steps done.
+
+    Raises:
+        ConfigurationError: the folder is not empty.
+    """
+    folder = Path(path)
+    _agree_on_empty_folder(folder)
+    state = _model_state(model)
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=False, metadata=_METADATA)
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    state |= {"step": step, "architecture": model.architecture.model_dump()}
+    dist_checkpointing.save(state, str(folder), content_metadata=_METADATA)
+    dist.barrier()
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: ModelParts,
+    *,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+) -> int:
+    """Load a checkpoint in place, whatever layout saved it. Collective.
+
+    Args:
+        path: folder written by :func:`save_checkpoint`, or a Megatron-LM checkpoint folder for weights alone.
+        model: this rank's chunks.
+        optimizer: loaded too where given; without it, and with bf16 parameters, an optimizer that exists needs
+            ``reload_model_params()`` afterwards.
+        scheduler: loaded too where given.
+
+    Returns:
+        The step that was saved; 0 where none was.
+
+    Raises:
+        ConfigurationError: the folder is no checkpoint, is another model's, or has no optimizer state.
+    """
+    folder = _checkpoint_folder(Path(path))
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    _require_same_architecture(common.get("architecture"), model.architecture, folder)
+    state = _model_state(model)
+    if optimizer is not None:
+        if "optimizer" not in common:
+            raise ConfigurationError(
+                f"{folder}: has no optimizer state; load the weights alone, or save with an optimizer"
+            )
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_METADATA)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder))
+    except (CheckpointingException, KeyError) as error:
+        raise ConfigurationError(
+            f"{folder}: weights must be those of the model in the recipe, but {error}; use the matching architecture"
+        ) from error
+    for key, chunk in _named_chunks(model):
+        chunk.load_state_dict(loaded[key])
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+    if scheduler is not None:
+        scheduler.num_steps = 0  # load_state_dict adds the saved count to this one
+        scheduler.load_state_dict(loaded["scheduler"])
+    return int(loaded.get("step", 0))
+
+
+def load_model_weights(path: str | Path, model: ModelParts) -> None:
+    """The weights of a checkpoint, and nothing else of it. Collective."""
+    load_checkpoint(path, model)
+
+
+def _named_chunks(model: ModelParts) -> list[tuple[str, Any]]:
+    chunks = model.bare_chunks
+    if len(chunks) == 1:
+        return [("model", chunks[0])]
+    return [(f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def _model_state(model: ModelParts) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict(metadata=_METADATA) for key, chunk in _named_chunks(model)}
+
+
+def _agree_on_empty_folder(folder: Path) -> None:
+    """Make the folder on the first rank; every rank fails alike if it cannot be used."""
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                problem = [f"{folder}: a checkpoint folder must be empty; choose another or remove its contents"]
+        except OSError as error:
+            problem = [f"{folder}: cannot be made ({error}); choose a folder that can be written"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ConfigurationError(problem[0])
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    """The folder itself, or the latest iteration inside a Megatron-LM one."""
+    folder = path.expanduser()
+    latest = folder / _LATEST
+    if latest.is_file():
+        text = latest.read_text(encoding="utf-8").strip()
+        folder /= f"iter_{int(text):07d}" if text.isdecimal() else text
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise ConfigurationError(
+            f"{folder}: must be a folder written by Megatron-Core's dist_checkpointing (it has metadata.json); "
+            "check model.weights.path"
+        )
+    return folder
+
+
+def _require_same_architecture(saved: Mapping[str, Any] | None, wanted: Architecture, folder: Path) -> None:
+    if saved is None:
+        return
+    differing = [
+        f"{name} {saved[name]!r} instead of {value!r}"
+        for name, value in wanted.model_dump().items()
+        if name in saved and saved[name] != value and name != "max_sequence_length"
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"{folder}: must hold the model of the recipe, got {', '.join(differing)}; correct model.architecture"
+        )

@@ -1,0 +1,121 @@
+"""Previous and reference log-probabilities: a forward-only pass through Megatron's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
+from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.megatron.minibatch import prepare_minibatch
+from megatron_support.megatron.model import ModelParts, evaluating, model_forward
+from megatron_support.megatron.schedule import run_schedule
+from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.support import support_logprobs
+from megatron_support.types import TokenBatch, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLogprobs:
+    """Log-probabilities of all N tokens of a rollout batch, on the host, equal on every rank; 0 outside responses."""
+
+    filtered: Tensor
+    """fp32 ``[N]``, under each sequence's filter; -inf at a response token outside the support."""
+    unfiltered: Tensor
+    """fp32 ``[N]``, under the temperature alone."""
+
+
+def compute_logprobs(
+    model: ModelParts,
+    rollouts: RolloutBatch,
+    *,
+    groups: ParallelGroups,
+    microbatch: MicrobatchConfig,
+    logprobs: LogprobConfig | None = None,
+) -> RolloutLogprobs:
+    """Log-probabilities of every response token under the model's present weights.
+
+    For token t of a sequence: ``log softmax(logits[t-1] / temperature)[token t]``, over the support of the sequence's
+    own top-k and top-p (``filtered``) and over the whole vocabulary (``unfiltered``).
+
+    Every rank calls this with the same batch. Results go back to the batch's order by index, whatever order the
+    schedule produces them in, and reach every pipeline, data- and context-parallel rank.
+
+    Args:
+        model: this rank's chunks; run in evaluation mode, without gradient.
+        rollouts: the batch. For unfiltered values alone pass ``rollouts.without_filters()``, which costs less.
+        groups: the ranks' layout.
+        microbatch: layout and token budget (``max_tokens_forward`` where given).
+        logprobs: chunking and ties.
+    """
+    logprobs = logprobs or LogprobConfig()
+    minibatch = prepare_minibatch(
+        rollouts,
+        microbatch=microbatch,
+        groups=groups,
+        device=model.device,
+        virtual_pipeline=model.virtual_pipeline,
+        sequence_parallel=model.config.sequence_parallel,
+        forward_only=True,
+    )
+
+    def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        return model_forward(chunk, batch), partial(collect, batch)
+
+    def collect(batch: TokenBatch, logits: Tensor, non_loss_data: bool = True) -> tuple[TokenBatch, TokenLogprobs]:
+        return batch, batch_logprobs(logits, batch, model=model, groups=groups, logprobs=logprobs)
+
+    with torch.no_grad(), evaluating(model):
+        results = run_schedule(model, minibatch, forward_step, forward_only=True)
+    total = rollouts.tokens.numel()
+    columns = torch.zeros(2, total + 1, dtype=torch.float32, device=model.device)  # the last entry takes padding
+    for batch, values in results:
+        index = torch.where(batch.targets >= 0, batch.token_index, total)
+        rows = torch.stack([values.filtered, values.unfiltered])
+        columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
+    filtered, unfiltered = _everywhere(columns[:, :total].contiguous(), groups).cpu()
+    return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
+
+
+def batch_logprobs(
+    logits: Tensor,
+    batch: TokenBatch,
+    *,
+    model: ModelParts,
+    groups: ParallelGroups,
+    logprobs: LogprobConfig,
+    entropy: bool = False,
+    inplace_backward: bool = False,
+) -> TokenLogprobs:
+    """Log-probabilities of a microbatch's targets from its vocab-parallel logits ``[T, V/TP]``, in predictor order."""
+    return support_logprobs(
+        logits,
+        batch.targets,
+        batch.sampling,
+        vocab_size=model.architecture.vocab_size,
+        tp_group=groups.tensor,
+        support=batch.support,
+        entropy=entropy,
+        ties=logprobs.ties,
+        chunk_size=logprobs.chunk_size,
+        inplace_backward=inplace_backward,
+    )
+
+
+def _everywhere(columns: Tensor, groups: ParallelGroups) -> Tensor:
+    """Each token was computed on one data- and context-parallel rank of the last stage: sum there, then hand it down.
+
+    0 + -inf is -inf, so a token outside the support stays so.
+    """
+    if groups.data_context is not None and groups.is_last_stage:
+        dist.all_reduce(columns, group=groups.data_context)
+    if groups.pipeline is not None:
+        dist.broadcast(columns, src=groups.last_stage_rank, group=groups.pipeline)
+    return columns

@@ -1,0 +1,142 @@
+"""A rollout minibatch as Megatron's schedules want it: this rank's microbatches of one shape, and global counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_support.config.recipe import MicrobatchConfig
+from megatron_support.distributed.counts import global_counts
+from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.microbatch import build_microbatch
+from megatron_support.rollouts.planning import microbatch_shape, plan_microbatches
+from megatron_support.types import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """What one call of Megatron's forward-backward function works on."""
+
+    microbatches: tuple[TokenBatch, ...]
+    """This rank's, all of one shape; the count is the same on every data-parallel rank."""
+    micro_batch_size: int
+    """Rows of a microbatch, for the schedule's ``micro_batch_size``."""
+    seq_length: int
+    """Padded tokens of a row before the context-parallel split, for the schedule's ``seq_length``."""
+    sample_mask: Tensor
+    """bool ``[S]``, S sequences of the whole minibatch."""
+    rewards: Tensor
+    """fp32 ``[S]``."""
+    filtered: Tensor
+    """bool ``[S]``, whether a token of the sequence can fall outside the support."""
+    valid_tokens: int
+    """Response tokens of valid sequences over all ranks, before exclusion."""
+    valid_sequences: int
+    """Sequences with sample_mask and at least one response token, over all ranks."""
+    positive_tokens: int
+    """Response tokens of valid sequences with a positive reward, over all ranks."""
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+
+def prepare_minibatch(
+    rollouts: RolloutBatch,
+    *,
+    microbatch: MicrobatchConfig,
+    groups: ParallelGroups,
+    device: torch.device,
+    columns: Sequence[str] = (),
+    virtual_pipeline: int | None = None,
+    sequence_parallel: bool = False,
+    forward_only: bool = False,
+) -> Minibatch:
+    """Cut a minibatch into this rank's microbatches.
+
+    Args:
+        rollouts: the minibatch, the same on every rank; token indices of the result point into it.
+        microbatch: layout and token budget.
+        groups: the ranks' layout.
+        device: where the microbatches go.
+        columns: names of per-token columns that the loss reads.
+        virtual_pipeline: model chunks per pipeline rank; the interleaved schedule needs a multiple of the pipeline
+            size of microbatches.
+        sequence_parallel: whether tokens are split over the tensor-parallel group.
+        forward_only: use the budget of forward-only passes.
+
+    Raises:
+        RolloutError: a sequence is longer than the budget.
+    """
+    budget = microbatch.max_tokens
+    if forward_only and microbatch.max_tokens_forward is not None:
+        budget = microbatch.max_tokens_forward
+    context = groups.context_size
+    sequence_multiple, total_multiple = token_multiples(
+        context_size=context, tensor_size=groups.tensor_size, sequence_parallel=sequence_parallel
+    )
+    plan = plan_microbatches(
+        rollouts.lengths,
+        max_tokens=budget,
+        data_parallel_size=groups.data_size,
+        layout=microbatch.layout,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
+        count_multiple=groups.pipeline_size if virtual_pipeline else 1,
+        sample_ids=rollouts.sample_ids,
+    )[groups.data_rank]
+    shape = microbatch_shape(
+        rollouts.lengths,
+        plan,
+        layout=microbatch.layout,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
+    )
+    microbatches = tuple(
+        build_microbatch(
+            rollouts,
+            indices,
+            layout=microbatch.layout,
+            pad_to=shape,
+            context_rank=groups.context_rank,
+            context_size=context,
+            sequence_multiple=sequence_multiple,
+            columns=tuple(name for name in columns if getattr(rollouts, name) is not None),
+        ).to(device)
+        for indices in plan
+    )
+    counts = global_counts(_local_counts(rollouts, torch.cat(plan)).to(device), groups.data)
+    valid_tokens, valid_sequences, positive_tokens = counts.tolist()
+    return Minibatch(
+        microbatches=microbatches,
+        micro_batch_size=shape[0],
+        seq_length=shape[1],
+        sample_mask=rollouts.sample_mask.to(device),
+        rewards=rollouts.rewards.to(device),
+        filtered=rollouts.filtering.to(device),
+        valid_tokens=valid_tokens,
+        valid_sequences=valid_sequences,
+        positive_tokens=positive_tokens,
+    )
+
+
+def token_multiples(*, context_size: int, tensor_size: int, sequence_parallel: bool) -> tuple[int, int]:
+    """What the length of a sequence, and the tokens of a microbatch (a padded row), must be multiples of.
+
+    Context parallelism cuts each sequence in 2C chunks; sequence parallelism cuts what is left over the tensor ranks.
+    """
+    sequence_multiple = 2 * context_size if context_size > 1 else 1
+    return sequence_multiple, math.lcm(sequence_multiple, context_size * (tensor_size if sequence_parallel else 1))
+
+
+def _local_counts(rollouts: RolloutBatch, indices: Tensor) -> Tensor:
+    """int64 ``[3]``: response tokens, valid sequences and positive response tokens of this rank's share."""
+    per_sequence = torch.zeros(rollouts.num_sequences, dtype=torch.int64)
+    per_sequence.index_add_(0, rollouts.sequence_ids, rollouts.response_mask.long())
+    tokens = torch.where(rollouts.sample_mask, per_sequence, 0)[indices]
+    positive = torch.where(rollouts.rewards[indices] > 0, tokens, 0)
+    return torch.stack([tokens.sum(), (tokens > 0).sum(), positive.sum()])

@@ -1,0 +1,165 @@
+"""Megatron's process groups for a recipe's layout, and the check that the layout is possible."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_support.config.recipe import Architecture, ParallelConfig
+from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.errors import ConfigurationError
+
+
+def validate_layout(architecture: Architecture | None, parallel: ParallelConfig, world_size: int) -> None:
+    """Check that a model can be laid out over a number of ranks. Needs no process group.
+
+    Args:
+        architecture: None checks the world size alone.
+        parallel: the layout asked for.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigurationError: one line for each broken rule, naming field, value and remedy.
+    """
+    errors = list(_world_errors(parallel, world_size))
+    if architecture is not None:
+        errors += [*_architecture_errors(architecture), *_tensor_errors(architecture, parallel)]
+        errors += _pipeline_errors(architecture, parallel)
+    if errors:
+        raise ConfigurationError("\n".join(errors))
+
+
+def initialize_parallel(parallel: ParallelConfig, world_size: int | None = None) -> ParallelGroups:
+    """Make Megatron's process groups for a layout. Collective; torch.distributed must be up.
+
+    Args:
+        parallel: the layout.
+        world_size: number of ranks; None for what torch.distributed says.
+
+    Returns:
+        This rank's groups.
+
+    Raises:
+        ConfigurationError: the layout does not divide the world.
+        RuntimeError: Megatron already has groups of another layout.
+    """
+    world_size = dist.get_world_size() if world_size is None else world_size
+    validate_layout(None, parallel, world_size)
+    if parallel_state.model_parallel_is_initialized():
+        _require_same_layout(parallel)
+    else:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+            context_parallel_size=parallel.context,
+        )
+    return current_groups()
+
+
+def current_groups() -> ParallelGroups:
+    """The groups Megatron has made, whoever asked for them."""
+    return ParallelGroups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        world=dist.group.WORLD,
+    )
+
+
+def destroy_parallel() -> None:
+    """Forget Megatron's groups, so that another layout can be made. torch.distributed stays up."""
+    parallel_state.destroy_model_parallel()
+
+
+def _require_same_layout(parallel: ParallelConfig) -> None:
+    have = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    want = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
+    if have != want:
+        raise RuntimeError(
+            "Megatron already has process groups with (tensor, pipeline, virtual_pipeline, context) = "
+            f"{have}, asked for {want}; call destroy_parallel() first"
+        )
+
+
+def _world_errors(parallel: ParallelConfig, world_size: int) -> list[str]:
+    model = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model == 0:
+        return []
+    return [
+        "parallel: tensor x pipeline x context = "
+        f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model} "
+        f"must divide the number of ranks, got {world_size}; "
+        f"start a multiple of {model} ranks (torchrun --nproc-per-node {model}) or lower one of them"
+    ]
+
+
+def _architecture_errors(architecture: Architecture) -> list[str]:
+    """Rules of the model itself; they are here because each is about something dividing something else."""
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+    errors = []
+    if architecture.head_dim is None and architecture.hidden_size % heads:
+        errors.append(
+            f"model.architecture.hidden_size must be a multiple of num_attention_heads {heads} when head_dim is null, "
+            f"got {architecture.hidden_size}; change one of them or give head_dim"
+        )
+    elif head_dim(architecture) % 2:
+        errors.append(
+            f"model.architecture.head_dim must be even for rotary embeddings, got {head_dim(architecture)}; "
+            "change it, hidden_size or num_attention_heads"
+        )
+    if groups is not None and heads % groups:
+        errors.append(
+            f"model.architecture.num_query_groups must divide num_attention_heads {heads}, got {groups}; "
+            f"use one of {_divisors(heads)}"
+        )
+    return errors
+
+
+def _tensor_errors(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
+    names = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+    sizes = {name: size for name in names if (size := getattr(architecture, name)) is not None}
+    possible = [n for n in range(1, parallel.tensor + 1) if all(size % n == 0 for size in sizes.values())]
+    return [
+        f"parallel.tensor must divide model.architecture.{name} {size}, got {parallel.tensor}; "
+        f"sizes up to {parallel.tensor} that fit this model: {possible}"
+        for name, size in sizes.items()
+        if size % parallel.tensor
+    ]
+
+
+def _pipeline_errors(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
+    layers, stages = architecture.num_layers, parallel.pipeline
+    if layers % stages:
+        return [
+            f"parallel.pipeline must divide model.architecture.num_layers {layers}, got {stages}; "
+            f"use one of {_divisors(layers)}"
+        ]
+    chunks = parallel.virtual_pipeline
+    if chunks is not None and layers % (stages * chunks):
+        return [
+            f"parallel.virtual_pipeline must divide num_layers / pipeline = {layers} / {stages} = {layers // stages}, "
+            f"got {chunks}; use one of {[d for d in _divisors(layers // stages) if d > 1]} or null"
+        ]
+    return []
+
+
+def head_dim(architecture: Architecture) -> int:
+    """Size of one attention head."""
+    return architecture.head_dim or architecture.hidden_size // architecture.num_attention_heads
+
+
+def query_groups(architecture: Architecture) -> int:
+    """Number of key/value heads."""
+    return architecture.num_query_groups or architecture.num_attention_heads
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

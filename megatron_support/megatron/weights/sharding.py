@@ -1,0 +1,125 @@
+"""Full tensors -> this rank's Megatron parameters: fused QKV and gate/up, tensor slices, global layer numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_support.config.recipe import Architecture
+from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.megatron.parallel import head_dim, query_groups
+from megatron_support.megatron.weights.names import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
+from megatron_support.megatron.weights.source import WeightSource
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@torch.no_grad()
+def fill_parameters(
+    chunks: Sequence[nn.Module],
+    source: WeightSource,
+    *,
+    architecture: Architecture,
+    groups: ParallelGroups,
+    padded_vocab_size: int,
+) -> None:
+    """Write every parameter of this rank's model chunks, in place, reading only the layers it holds.
+
+    Args:
+        chunks: GPTModel without wrappers, with local or Transformer Engine layers.
+        source: the full tensors.
+        architecture: the model's.
+        groups: which shard is ours.
+        padded_vocab_size: rows of the whole embedding; rows beyond the vocabulary become 0.
+    """
+    shards = _Shards(source, architecture, groups.tensor_size, groups.tensor_rank, padded_vocab_size)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            value = shards.parameter(global_name(chunk, name))
+            assert value.shape == parameter.shape, f"{name}: made {tuple(value.shape)} for {tuple(parameter.shape)}"
+            parameter.data.copy_(value)
+
+
+def global_name(chunk: nn.Module, name: str) -> str:
+    """A parameter's name with its layer counted from 0 over the whole model instead of over the chunk."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    layer: Any = chunk.get_submodule(f"decoder.layers.{match[1]}")
+    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """One tensor-parallel rank's parameters by Megatron name."""
+
+    source: WeightSource
+    architecture: Architecture
+    size: int
+    rank: int
+    padded_vocab_size: int
+
+    def parameter(self, name: str) -> Tensor:
+        if name == "embedding.word_embeddings.weight":
+            return self.vocabulary(EMBEDDING)
+        if name == "output_layer.weight":
+            return self.vocabulary(EMBEDDING if self.architecture.tie_embeddings else OUTPUT)
+        if name == "decoder.final_layernorm.weight":
+            return self.source.tensor(FINAL_NORM)
+        match = _LAYER.fullmatch(name)
+        assert match is not None and match[2] in _RULES, f"no rule for the Megatron parameter {name}"
+        layer = int(match[1])
+        return _RULES[match[2]](self, lambda part: self.source.tensor(layer_name(layer, part)))
+
+    def slice(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return tensor.chunk(self.size, dim)[self.rank]
+
+    def vocabulary(self, name: str) -> Tensor:
+        rows = self.padded_vocab_size // self.size
+        tensor = self.source.tensor(name)[self.rank * rows : (self.rank + 1) * rows]
+        return nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+
+    def qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Megatron interleaves by query group: its queries, its key, its value, then the next group."""
+        groups, size = query_groups(self.architecture), head_dim(self.architecture)
+        parts = [tensor.view(groups, -1, size, *tensor.shape[1:]) for tensor in (query, key, value)]
+        return self.slice(torch.cat(parts, dim=1)).flatten(0, 2)
+
+    def gate_and_up(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Each rank has its slice of the gate above its slice of the up projection."""
+        return torch.cat([self.slice(gate), self.slice(up)])
+
+
+_Read = Callable[[str], Tensor]
+_Rule = Callable[[_Shards, _Read], Tensor]
+
+
+def _whole(name: str) -> _Rule:
+    return lambda shards, read: read(name)
+
+
+def _qkv(kind: str) -> _Rule:
+    return lambda shards, read: shards.qkv(*(read(f"self_attn.{part}_proj.{kind}") for part in "qkv"))
+
+
+_RULES: dict[str, _Rule] = {
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": lambda shards, read: shards.slice(read("self_attn.o_proj.weight"), 1),
+    "mlp.linear_fc1.weight": lambda shards, read: shards.gate_and_up(
+        read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")
+    ),
+    "mlp.linear_fc2.weight": lambda shards, read: shards.slice(read("mlp.down_proj.weight"), 1),
+    # local layers have norms of their own, Transformer Engine's linear layers have them inside
+    "input_layernorm.weight": _whole("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": _whole("input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": _whole("post_attention_layernorm.weight"),
+}

@@ -1,0 +1,161 @@
+"""RolloutBatch: the sequences of one actor step, ragged, on the host, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_support.errors import RolloutError
+from megatron_support.types import RolloutSupport
+
+PER_TOKEN = (
+    "tokens",
+    "response_mask",
+    "generation_logprobs",
+    "prev_logprobs",
+    "prev_logprobs_unfiltered",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "values",
+    "advantages",
+)
+"""Fields with one entry per token; entry t is about token t."""
+
+PER_SEQUENCE = (
+    "rewards",
+    "sample_mask",
+    "group_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "sample_ids",
+    "prompts",
+    "responses",
+)
+"""Fields with one entry per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """S sequences of N tokens in all, stored end to end: sequence s is ``[cu_seqlens[s]:cu_seqlens[s + 1]]``.
+
+    Every rank holds the same batch. That makes advantages, minibatches and data-parallel assignment pure functions of
+    it, so a different layout trains on exactly the same minibatches.
+    """
+
+    tokens: Tensor
+    """int64 ``[N]``."""
+    cu_seqlens: Tensor
+    """int64 ``[S + 1]``."""
+    response_mask: Tensor
+    """bool ``[N]``."""
+    rewards: Tensor
+    """fp32 ``[S]``."""
+    sample_mask: Tensor
+    """bool ``[S]``; a False sequence enters no term of the loss."""
+    group_ids: Tensor
+    """int64 ``[S]``; samples of one prompt share an id."""
+    temperature: Tensor
+    """fp32 ``[S]``."""
+    top_k: Tensor
+    """int64 ``[S]``; 0 for none."""
+    top_p: Tensor
+    """fp32 ``[S]``; 1 for none."""
+    sample_ids: tuple[str, ...]
+    """Names for messages and reports."""
+    support: RolloutSupport | None = None
+    """The sampler's kept sets over all N tokens."""
+    prompts: tuple[str, ...] | None = None
+    responses: tuple[str, ...] | None = None
+    generation_logprobs: Tensor | None = None
+    """fp32 ``[N]``, the inference engine's, under its filter."""
+    prev_logprobs: Tensor | None = None
+    """fp32 ``[N]``, the trainer's before the step, under the filter; -inf outside the support."""
+    prev_logprobs_unfiltered: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    """fp32 ``[N]``, unfiltered."""
+    teacher_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    """fp32 ``[N]``."""
+
+    def __post_init__(self) -> None:
+        """Check sizes, and that no response begins a sequence: its first token is predicted from nothing."""
+        tokens, sequences = int(self.cu_seqlens[-1]), self.cu_seqlens.numel() - 1
+        for names, size, unit in ((PER_TOKEN, tokens, "token"), (PER_SEQUENCE, sequences, "sequence")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and len(value) != size:
+                    raise RolloutError(f"{name} must have {size} entries, one for each {unit}, got {len(value)}")
+        first = self.response_mask[self.cu_seqlens[:-1]]
+        if first.any():
+            name = self.sample_ids[int(first.nonzero()[0])]
+            raise RolloutError(f"the first token of sample {name!r} must not be a response token; add a prompt token")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.rewards.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 ``[S]``."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """int64 ``[N]``: the sequence of each token."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+
+    @property
+    def filtering(self) -> Tensor:
+        """bool ``[S]``: whether a token of the sequence can fall outside the support."""
+        replayed = torch.full((self.num_sequences,), self.support is not None)
+        return (self.top_k > 0) | (self.top_p < 1) | replayed
+
+    def with_columns(self, **columns: Any) -> RolloutBatch:
+        """A copy with some columns replaced."""
+        return replace(self, **columns)
+
+    def without_filters(self) -> RolloutBatch:
+        """A copy whose tokens are all inside the support: the temperature stays, top-k, top-p and replay go."""
+        return replace(self, top_k=torch.zeros_like(self.top_k), top_p=torch.ones_like(self.top_p), support=None)
+
+    def select(self, indices: Tensor) -> RolloutBatch:
+        """The batch of sequences ``indices`` (int64), in that order."""
+        lengths = self.lengths[indices]
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        token_rows = ragged_arange(self.cu_seqlens[indices], lengths)
+        chosen: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("cu_seqlens", "support") or value is None:
+                continue
+            if isinstance(value, tuple):
+                chosen[f.name] = tuple(value[i] for i in indices.tolist())
+            else:
+                chosen[f.name] = value[token_rows if f.name in PER_TOKEN else indices]
+        support = None if self.support is None else select_support(self.support, token_rows)
+        return RolloutBatch(cu_seqlens=cu_seqlens, support=support, **chosen)
+
+
+def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
+    """``cat([arange(s, s + n) for s, n in zip(starts, lengths)])`` without a loop."""
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    return torch.arange(total) + torch.repeat_interleave(starts - (ends - lengths), lengths)
+
+
+def shortest_decimal(value: float) -> float:
+    """The shortest decimal that is the same fp32 number: 0.9, not 0.8999999761581421."""
+    return float(f"{value:.7g}")
+
+
+def select_support(support: RolloutSupport, token_rows: Tensor) -> RolloutSupport:
+    """The kept sets of tokens ``token_rows`` (int64), in that order; an empty set for -1."""
+    rows = token_rows.clamp_min(0)
+    lengths = torch.where(token_rows >= 0, support.offsets.diff()[rows], 0)
+    rows = ragged_arange(support.offsets[rows], lengths)
+    return RolloutSupport(support.token_ids[rows], torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))

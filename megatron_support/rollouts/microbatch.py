@@ -1,0 +1,125 @@
+"""Rollouts -> one microbatch of one rank. The shift by one token is made here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support, shortest_decimal
+from megatron_support.rollouts.planning import Layout, round_up
+from megatron_support.types import SamplingParams, TokenBatch
+
+
+def build_microbatch(
+    rollouts: RolloutBatch,
+    indices: Tensor,
+    *,
+    layout: Layout,
+    pad_to: tuple[int, int],
+    context_rank: int = 0,
+    context_size: int = 1,
+    sequence_multiple: int = 1,
+    columns: Sequence[str] = (),
+) -> TokenBatch:
+    """This rank's shard of a microbatch.
+
+    The microbatch is laid out whole, targets are shifted inside each sequence, and only then cut for context
+    parallelism, so the shift crosses no sequence and no shard border wrongly.
+
+    Args:
+        rollouts: the minibatch.
+        indices: int64 ``[n]``, sequences of the microbatch; empty for a filler, which is all padding.
+        layout: "packed": sequences end to end in one row; "padded": a sequence per row.
+        pad_to: (rows, tokens of a row) before the context-parallel split, from :func:`microbatch_shape`.
+        context_rank: this rank in the context-parallel group.
+        context_size: size of that group, C: each sequence is cut in 2C chunks, rank r holds chunks r and 2C-1-r.
+        sequence_multiple: packed sequences are padded to a multiple of this.
+        columns: names of per-token columns of the batch to take along.
+    """
+    rows, width = pad_to
+    total = rows * width
+    lengths = rollouts.lengths[indices]
+    if layout == "packed":
+        sizes = round_up(lengths, sequence_multiple)
+        starts = sizes.cumsum(0) - sizes
+        cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        if int(cu_seqlens[-1]) < total:
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total])])
+        segments = cu_seqlens.diff()
+    else:
+        starts = torch.arange(indices.numel()) * width
+        cu_seqlens = None
+        segments = torch.full((rows,), width)
+    whole = _lay_out(rollouts, indices, lengths, starts, total)
+    mine = whole[:, context_positions(segments, context_size, context_rank)]
+    source, target, position, sequence = mine
+    has_target = target >= 0
+    shape = (rows, width // context_size)
+    return TokenBatch(
+        input_ids=_take(rollouts.tokens, source, 0).view(shape),
+        position_ids=position.view(shape),
+        targets=_take(rollouts.tokens, target, -1),
+        response_mask=_take(rollouts.response_mask, target, False),
+        sequence_ids=torch.where(has_target, sequence, 0),
+        token_index=target,
+        sampling=_sampling(rollouts, sequence, has_target),
+        num_sequences=rollouts.num_sequences,
+        columns={name: _take(getattr(rollouts, name), target, 0.0) for name in columns},
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
+        max_seqlen=None if cu_seqlens is None else int(segments.max()),
+        support=None if rollouts.support is None else select_support(rollouts.support, target),
+    )
+
+
+def context_positions(segments: Tensor, size: int, rank: int) -> Tensor:
+    """Positions, in a row of segments, of the tokens that one context-parallel rank holds, in its order.
+
+    Args:
+        segments: int64 ``[n]``, tokens of each segment; multiples of ``2 * size`` where size > 1.
+        size: context-parallel size.
+        rank: context-parallel rank.
+
+    Returns:
+        int64 ``[sum of segments / size]``.
+    """
+    starts = segments.cumsum(0) - segments
+    if size == 1:
+        return ragged_arange(starts, segments)
+    assert not (segments % (2 * size)).any(), f"segments must be multiples of {2 * size}, got {segments.tolist()}"
+    chunk = segments // (2 * size)
+    first, second = starts + rank * chunk, starts + (2 * size - 1 - rank) * chunk
+    return ragged_arange(torch.stack([first, second], 1).flatten(), chunk.repeat_interleave(2))
+
+
+def _lay_out(rollouts: RolloutBatch, indices: Tensor, lengths: Tensor, starts: Tensor, total: int) -> Tensor:
+    """int64 ``[4, total]`` of the unsplit microbatch: token index, target's token index, position, sequence.
+
+    Token indices point into the batch's flat storage and are -1 where there is none.
+    """
+    whole = torch.tensor([[-1], [-1], [0], [0]]).repeat(1, total)
+    place = ragged_arange(starts, lengths)
+    source = ragged_arange(rollouts.cu_seqlens[indices], lengths)
+    position = ragged_arange(torch.zeros_like(lengths), lengths)
+    last = position == torch.repeat_interleave(lengths - 1, lengths)
+    whole[0, place] = source
+    whole[1, place] = torch.where(last, -1, source + 1)
+    whole[2, place] = position
+    whole[3, place] = torch.repeat_interleave(indices, lengths)
+    return whole
+
+
+def _take(values: Tensor, index: Tensor, missing: float | bool) -> Tensor:
+    """``values[index]``, and ``missing`` where the index is -1."""
+    return torch.where(index >= 0, values[index.clamp_min(0)], missing)
+
+
+def _sampling(rollouts: RolloutBatch, sequence: Tensor, has_target: Tensor) -> SamplingParams:
+    """Numbers where all sequences of the minibatch agree, so that a filter that is off costs nothing; else tensors."""
+    fields = (rollouts.temperature, rollouts.top_k, rollouts.top_p)
+    if all(bool((field == field[0]).all()) for field in fields):
+        temperature, top_k, top_p = (field[0].item() for field in fields)
+        return SamplingParams(shortest_decimal(temperature), int(top_k) or None, shortest_decimal(top_p))
+    off = (1.0, 0, 1.0)
+    return SamplingParams(*(torch.where(has_target, f[sequence], o) for f, o in zip(fields, off, strict=True)))

@@ -1,0 +1,236 @@
+"""One rollout of a file: what its fields must be, checked one by one before anything is built from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_support.errors import RolloutError
+
+MAX_LOGPROB = 1e-4
+"""A log-probability is at most 0; an engine's rounding may leave it a little above."""
+
+OPTIONAL_TOKEN_COLUMNS = (
+    "prev_logprobs",
+    "prev_logprobs_unfiltered",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "values",
+    "advantages",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A checked rollout of L tokens, in plain values."""
+
+    id: str
+    prompt_id: int | str
+    prompt: str
+    response: str
+    tokens: list[int]
+    response_mask: list[bool]
+    generation_logprobs: list[float]
+    """0 outside the response; -inf where the engine says the token is outside its support."""
+    reward: float
+    temperature: float
+    top_k: int
+    """0 for none."""
+    top_p: float
+    sample_mask: bool = True
+    support: tuple[list[int], list[int]] | None = None
+    """(token ids, offsets)."""
+    columns: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+class FieldError(ValueError):
+    """A field of a row breaks a rule; the reader adds file and line."""
+
+
+def check_row(data: Any, *, vocab_size: int | None = None) -> Row:
+    """Check one row of a file.
+
+    Args:
+        data: what the file holds, a mapping of plain values.
+        vocab_size: ids at or above it are refused; None for no bound.
+
+    Raises:
+        FieldError: naming field, value, rule and remedy.
+    """
+    if not isinstance(data, Mapping):
+        raise FieldError(f"a row must be an object of fields, got {_short(data)}; write one JSON object a line")
+    tokens = _token_ids(data, vocab_size)
+    mask = _response_mask(data, len(tokens))
+    temperature, top_k, top_p = _sampling(data)
+    support = _support(data, tokens, mask, vocab_size)
+    filtering = top_k > 0 or top_p < 1 or support is not None
+    optional = [name for name in OPTIONAL_TOKEN_COLUMNS if data.get(name) is not None]
+    return Row(
+        id=str(_required(data, "id", (str, int), "a string or an integer")),
+        prompt_id=_required(data, "prompt_id", (str, int), "a string or an integer"),
+        prompt=_text(data, "prompt"),
+        response=_text(data, "response"),
+        tokens=tokens,
+        response_mask=mask,
+        generation_logprobs=_generation_logprobs(data, mask, filtering),
+        reward=_reward(data),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        sample_mask=_flag(data.get("sample_mask", True), "sample_mask"),
+        support=support,
+        columns={name: _numbers(data, name, len(tokens)) for name in optional},
+    )
+
+
+def _token_ids(data: Mapping[str, Any], vocab_size: int | None) -> list[int]:
+    tokens = _list(data, "tokens", None)
+    if len(tokens) < 2:
+        raise FieldError(f"tokens: must hold a prompt and a response, got {len(tokens)} tokens; drop the row")
+    _check_ids("tokens", tokens, vocab_size)
+    return tokens
+
+
+def _check_ids(name: str, ids: list[Any], vocab_size: int | None) -> None:
+    bound = math.inf if vocab_size is None else vocab_size
+    for position, token in enumerate(ids):
+        if type(token) is not int:
+            raise FieldError(f"{name}[{position}]: must be an integer token id, got {_short(token)}; correct it")
+        if not 0 <= token < bound:
+            rule = "must be >= 0" if vocab_size is None else f"must be in the vocabulary [0, {vocab_size})"
+            raise FieldError(f"{name}[{position}]: {rule}, got {token}; use the tokenizer of the model")
+
+
+def _response_mask(data: Mapping[str, Any], length: int) -> list[bool]:
+    mask = _list(data, "response_mask", length)
+    result = [_flag(entry, f"response_mask[{position}]") for position, entry in enumerate(mask)]
+    if not any(result):
+        raise FieldError("response_mask: must mark at least one response token, got none; drop the row")
+    if result[0]:
+        raise FieldError("response_mask[0]: must be 0, the first token is predicted from nothing; add a prompt token")
+    return result
+
+
+def _generation_logprobs(data: Mapping[str, Any], mask: list[bool], filtering: bool) -> list[float]:
+    values = _list(data, "generation_logprobs", len(mask))
+    result = [0.0] * len(mask)
+    for position, (value, is_response) in enumerate(zip(values, mask, strict=True)):
+        if not is_response:
+            continue
+        where = f"generation_logprobs[{position}]"
+        if value is None:
+            raise FieldError(f"{where}: missing at a response token; ask the engine for it, or drop the row")
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise FieldError(f"{where}: must be a number, got {_short(value)}; correct it or drop the row")
+        if value > MAX_LOGPROB:
+            raise FieldError(f"{where}: must be <= 0, got {value}; give log-probabilities, not probabilities")
+        if value == -math.inf and not filtering:
+            raise FieldError(
+                f"{where}: must be finite without top_k, top_p < 1 or support, got -inf; give the row's sampling filter"
+            )
+        result[position] = float(value)
+    return result
+
+
+def _reward(data: Mapping[str, Any]) -> float:
+    reward = _required(data, "reward", (int, float), "a number")
+    if not math.isfinite(reward):
+        raise FieldError(f"reward: must be finite, got {reward}; correct it or drop the row")
+    return float(reward)
+
+
+def _sampling(data: Mapping[str, Any]) -> tuple[float, int, float]:
+    sampling = _required(data, "sampling", (Mapping,), "an object with temperature, top_k and top_p")
+    temperature = _required(sampling, "temperature", (int, float), "a number", prefix="sampling.")
+    if not 0 < temperature < math.inf:
+        raise FieldError(f"sampling.temperature: must be > 0 and finite, got {temperature}; for greedy use top_k 1")
+    top_k = sampling.get("top_k")
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise FieldError(f"sampling.top_k: must be an integer >= 1, got {_short(top_k)}; use null for no top-k")
+    top_p = (
+        1.0 if sampling.get("top_p") is None else _required(sampling, "top_p", (int, float), "a number", "sampling.")
+    )
+    if not 0 < top_p <= 1:
+        raise FieldError(f"sampling.top_p: must be in (0, 1], got {top_p}; use 1.0 for no nucleus filter")
+    return float(temperature), top_k or 0, float(top_p)
+
+
+def _support(
+    data: Mapping[str, Any], tokens: list[int], mask: list[bool], vocab_size: int | None
+) -> tuple[list[int], list[int]] | None:
+    support = data.get("support")
+    if support is None:
+        return None
+    if not isinstance(support, Mapping):
+        raise FieldError(f"support: must be null or an object with token_ids and offsets, got {_short(support)}")
+    ids = _list(support, "token_ids", None, prefix="support.")
+    offsets = _list(support, "offsets", len(tokens) + 1, prefix="support.")
+    if any(type(offset) is not int for offset in offsets):
+        raise FieldError("support.offsets: must be integers; correct them")
+    if offsets[0] != 0 or offsets[-1] != len(ids) or any(a > b for a, b in itertools.pairwise(offsets)):
+        raise FieldError(
+            f"support.offsets: must ascend from 0 to the number of token_ids {len(ids)}, got "
+            f"{offsets[0]} ... {offsets[-1]}; write one more offset than tokens"
+        )
+    _check_ids("support.token_ids", ids, vocab_size)
+    for position, (token, is_response) in enumerate(zip(tokens, mask, strict=True)):
+        if is_response and token not in ids[offsets[position] : offsets[position + 1]]:
+            raise FieldError(
+                f"support: token {position} ({token}) is missing from its own kept set; the sampler drew from it, so "
+                "the data is wrong: correct it or drop the row"
+            )
+    return ids, offsets
+
+
+def _numbers(data: Mapping[str, Any], name: str, length: int) -> list[float]:
+    values = _list(data, name, length)
+    for position, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise FieldError(f"{name}[{position}]: must be a number, got {_short(value)}; correct it")
+    return [float(value) for value in values]
+
+
+def _required(data: Mapping[str, Any], name: str, kinds: tuple[type, ...], description: str, prefix: str = "") -> Any:
+    value = data.get(name)
+    if value is None:
+        raise FieldError(f"{prefix}{name}: required and missing; add it")
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise FieldError(f"{prefix}{name}: must be {description}, got {_short(value)}; correct it")
+    return value
+
+
+def _list(data: Mapping[str, Any], name: str, length: int | None, prefix: str = "") -> list[Any]:
+    values = _required(data, name, (list,), "a list", prefix)
+    if length is not None and len(values) != length:
+        raise FieldError(f"{prefix}{name}: must have {length} entries, got {len(values)}; one for each token")
+    return values
+
+
+def _text(data: Mapping[str, Any], name: str) -> str:
+    return "" if data.get(name) is None else _required(data, name, (str,), "a string")
+
+
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise FieldError(f"{name}: must be 0 or 1, got {_short(value)}; correct it")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def at_place(place: str, check: Callable[[], Row]) -> Row:
+    """Run a check and put the place (file and line) in front of its message.
+
+    Raises:
+        RolloutError: the check's message with its place.
+    """
+    try:
+        return check()
+    except FieldError as error:
+        raise RolloutError(f"{place}: {error}") from None

@@ -1,0 +1,207 @@
+"""The gradient with respect to the logits, recomputed from the saved per-row scalars.
+
+With p the distribution over the vocabulary, H its entropy and q the filtered distribution, per row and column j::
+
+    grad_j = (g_f (1[j = target] - q_j 1[j kept]) + g_u (1[j = target] - p_j) - g_e p_j (log p_j + H)) / temperature
+
+Rows without an upstream gradient get zeros whatever their logits hold. Rows with g_f alone need no pass over the
+logits where their kept logits are listed: the gradient is zero outside the support.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_support.support.engine import Support
+from megatron_support.support.replay import ReplayedSets
+from megatron_support.support.rows import LOG2_E, Chunk, Rows, exponentials, shift, split_rows
+from megatron_support.support.vocabulary import VocabularyShard
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Gradients of the outputs, ``[A]`` in the compute dtype, already divided by the temperature; None for none."""
+
+    filtered: Tensor | None
+    unfiltered: Tensor | None
+    entropy: Tensor | None
+
+    def nonzero(self) -> Tensor:
+        """bool ``[A]``: rows that get a gradient."""
+        parts = [g != 0 for g in (self.filtered, self.unfiltered, self.entropy) if g is not None]
+        wanted = parts[0]
+        for part in parts[1:]:
+            wanted = wanted | part
+        return wanted
+
+
+def write_gradient(
+    rows: Rows, support: Support, targets: Tensor, upstream: Upstream, shard: VocabularyShard, out: Tensor
+) -> None:
+    """Write the gradient of every row to ``out [T, W]``, which may be the storage of the logits.
+
+    Args:
+        rows: as in the forward pass.
+        targets: int64 ``[A]``, global ids.
+    """
+    if rows.columns == 0:
+        return
+    if support.sets is not None:
+        _write_replayed(rows, support, support.sets, targets, upstream, shard, out)
+        return
+    wanted = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
+    wanted[rows.index] = upstream.nonzero()
+    dense = wanted
+    if support.listed is not None and upstream.unfiltered is None and upstream.entropy is None:
+        sparse = torch.zeros_like(wanted)
+        sparse[rows.index] = support.listed
+        dense = wanted & ~sparse
+    entry = torch.zeros(out.shape[0], dtype=torch.int64, device=out.device)
+    entry[rows.index] = torch.arange(rows.index.numel(), device=out.device)
+    for chunk in split_rows(~dense, rows.columns):
+        out[chunk.rows].zero_()
+    weights = _Weights.of(support, upstream)
+    column = targets - shard.start
+    held = (column >= 0) & (column < shard.width)
+    at_target = torch.where(held, weights.target, 0.0)
+    column = column.clamp(0, max(shard.width - 1, 0))
+    for chunk in split_rows(dense, rows.columns):
+        first = int(entry[chunk.rows.start])
+        placed = Chunk(chunk.rows, slice(first, first + chunk.size))
+        _dense(rows, placed, support, weights, column, at_target, shard, out)
+    if dense is not wanted:
+        entries = (wanted & ~dense)[rows.index].nonzero().flatten()
+        _sparse(rows, entries, support, weights, targets, shard, out)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Per-row factors ``[A]`` of ``e = exp(x - maximum)``, in the compute dtype."""
+
+    kept: Tensor | None
+    """Of e where it is in the support."""
+
+    all: Tensor | None
+    """Of e everywhere."""
+
+    entropy: Tensor | None
+    """Of ``e * (x - maximum + offset)``."""
+
+    offset: Tensor | None
+    target: Tensor
+    """Added at the target."""
+
+    @classmethod
+    def of(cls, support: Support, upstream: Upstream) -> _Weights:
+        dtype = support.maximum.dtype
+        kept = everywhere = entropy = offset = None
+        target = torch.zeros_like(support.maximum)
+        if upstream.filtered is not None:
+            kept = (-upstream.filtered.double() * (-support.log_kept).exp()).to(dtype)
+            target = target + upstream.filtered
+        if upstream.unfiltered is not None:
+            everywhere = (-upstream.unfiltered.double() / support.normalizer).to(dtype)
+            target = target + upstream.unfiltered
+        if upstream.entropy is not None:
+            assert support.entropy is not None
+            entropy = (-upstream.entropy.double() / support.normalizer).to(dtype)
+            offset = (support.entropy - support.normalizer.log()).to(dtype)
+        return cls(kept, everywhere, entropy, offset, target)
+
+
+def _dense(
+    rows: Rows,
+    chunk: Chunk,
+    support: Support,
+    weights: _Weights,
+    column: Tensor,
+    at_target: Tensor,
+    shard: VocabularyShard,
+    out: Tensor,
+) -> None:
+    at, shape = chunk.at, (chunk.size, rows.columns)
+    x = rows.scaled(chunk)
+    maximum = support.maximum[at]
+    mass = rows.workspace.take("mass", shape, rows.dtype)
+    factor = None
+    if weights.entropy is not None and weights.offset is not None:
+        factor = shift(x, maximum, rows.workspace.take("factor", shape, rows.dtype))
+        torch.mul(factor, LOG2_E, out=mass).exp2_()
+        factor.add_(weights.offset[at, None]).mul_(weights.entropy[at, None])
+        if weights.all is not None:
+            factor.add_(weights.all[at, None])
+    else:
+        exponentials(x, maximum, mass)
+    if weights.kept is not None:
+        kept = support.kept(rows, chunk, x, shard).mul_(weights.kept[at, None])
+        if factor is not None:
+            factor.add_(kept)
+        else:
+            factor = kept if weights.all is None else kept.add_(weights.all[at, None])
+    if factor is None:
+        assert weights.all is not None
+        factor = weights.all[at, None]
+    target = out[chunk.rows]
+    # the logits may be the output: they are read for the last time in the product's operands
+    direct = target.dtype == rows.dtype
+    gradient = torch.mul(mass, factor, out=target if direct else mass)
+    gradient.scatter_add_(1, column[at, None], at_target[at, None])
+    if not direct:
+        target.copy_(gradient)
+
+
+def _sparse(
+    rows: Rows,
+    entries: Tensor,
+    support: Support,
+    weights: _Weights,
+    targets: Tensor,
+    shard: VocabularyShard,
+    out: Tensor,
+) -> None:
+    """Write the listed kept logits of rows that are zero so far."""
+    assert support.candidates is not None and support.candidates.columns is not None and weights.kept is not None
+    values, columns = support.candidates.values[entries], support.candidates.columns[entries]
+    kept = support.keeps(values, entries[:, None], columns + shard.start)
+    mass = (values - support.maximum[entries, None]).exp() * weights.kept[entries, None]
+    gradient = mass + torch.where(columns + shard.start == targets[entries, None], weights.target[entries, None], 0.0)
+    row = rows.index[entries, None].expand_as(columns)[kept]
+    out.index_put_((row, columns[kept]), gradient[kept].to(out.dtype))
+
+
+def _write_replayed(
+    rows: Rows,
+    support: Support,
+    sets: ReplayedSets,
+    targets: Tensor,
+    upstream: Upstream,
+    shard: VocabularyShard,
+    out: Tensor,
+) -> None:
+    """The gradient under replayed supports: dense for the unfiltered outputs, then the sets' own logits added."""
+    filtered, unfiltered = upstream.filtered, upstream.unfiltered
+    if filtered is not None and bool(sets.empty.any()):
+        # without a set, the filtered log-probability is the unfiltered one
+        same = torch.where(sets.empty, filtered, 0.0)
+        unfiltered = same if unfiltered is None else unfiltered + same
+        filtered = torch.where(sets.empty, 0.0, filtered)
+    added = None
+    if filtered is not None:
+        distance = rows.scaled_at(sets.entry, sets.column).double() - support.maximum[sets.entry].double()
+        share = (distance - support.log_kept[sets.entry]).exp()
+        hit = sets.column + shard.start == targets[sets.entry]
+        added = filtered[sets.entry] * (hit.double() - share).to(rows.dtype)
+    if unfiltered is None and upstream.entropy is None:
+        out.zero_()
+    else:
+        write_gradient(
+            rows, replace(support, sets=None), targets, Upstream(None, unfiltered, upstream.entropy), shard, out
+        )
+    if added is None or filtered is None:
+        return
+    taken = filtered[sets.entry] != 0
+    place = (rows.index[sets.entry[taken]], sets.column[taken])
+    out[place] = (out[place].to(rows.dtype) + added[taken]).to(out.dtype)

@@ -1,0 +1,103 @@
+"""Everything about a recipe that can be known before a model is built or a folder is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_support.config.recipe import Architecture, FileRollouts, Recipe, SamplerRollouts
+from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.minibatch import token_multiples
+from megatron_support.megatron.parallel import validate_layout
+from megatron_support.megatron.weights import model_architecture
+from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.files import concatenate, read_rollouts
+from megatron_support.rollouts.planning import plan_microbatches
+from megatron_support.training.tasks import Task, get_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRecipe:
+    """A recipe that fits its model, its layout and its rollouts."""
+
+    recipe: Recipe
+    architecture: Architecture
+    rollouts: RolloutBatch | None
+    """All rows of the files; None for the sampler."""
+    task: Task | None
+    """None for files."""
+
+
+def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
+    """Check a recipe against its weights, the number of ranks and its rollouts. Needs no process group.
+
+    Args:
+        recipe: from :func:`megatron_support.config.load_recipe`.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigurationError: a field, or the layout.
+        RolloutError: a file, or a sequence that does not fit.
+    """
+    architecture = model_architecture(recipe.model)
+    validate_layout(architecture, recipe.parallel, world_size)
+    rollouts: RolloutBatch | None = None
+    task: Task | None = None
+    if isinstance(recipe.rollouts, FileRollouts):
+        rollouts = _read(recipe.rollouts, architecture)
+        lengths, names = rollouts.lengths, rollouts.sample_ids
+    else:
+        task = get_task(recipe.rollouts.task)
+        lengths, names = _longest(task, recipe.rollouts, architecture), ("prompt and response",)
+    _check_lengths(recipe, architecture, world_size, lengths, names)
+    return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task)
+
+
+def smallest_world(recipe: Recipe) -> int:
+    """The number of ranks of one copy of the model."""
+    return recipe.parallel.tensor * recipe.parallel.pipeline * recipe.parallel.context
+
+
+def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
+    rollouts = concatenate([read_rollouts(path, vocab_size=architecture.vocab_size) for path in config.paths])
+    if config.sequences_per_step > rollouts.num_sequences:
+        raise ConfigurationError(
+            f"rollouts.sequences_per_step must be <= the {rollouts.num_sequences} rows of rollouts.paths, "
+            f"got {config.sequences_per_step}; lower it or add files"
+        )
+    return rollouts
+
+
+def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) -> torch.Tensor:
+    if architecture.vocab_size < task.vocab_size:
+        raise ConfigurationError(
+            f"model.architecture.vocab_size must be >= the {task.vocab_size} tokens of the task {task.name!r}, "
+            f"got {architecture.vocab_size}; raise it"
+        )
+    return torch.tensor([task.longest_prompt + config.max_new_tokens])
+
+
+def _check_lengths(
+    recipe: Recipe, architecture: Architecture, world_size: int, lengths: torch.Tensor, names: tuple[str, ...]
+) -> None:
+    longest = int(lengths.max())
+    if longest > architecture.max_sequence_length:
+        raise ConfigurationError(
+            f"sequences must be at most model.architecture.max_sequence_length = {architecture.max_sequence_length} "
+            f"tokens, got {longest} ({names[int(lengths.argmax())]}); raise it, or shorten the sequences"
+        )
+    parallel, microbatch = recipe.parallel, recipe.train.microbatch
+    sequence_multiple, total_multiple = token_multiples(
+        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
+    )
+    for budget in {microbatch.max_tokens, microbatch.max_tokens_forward or microbatch.max_tokens}:
+        plan_microbatches(
+            lengths,
+            max_tokens=budget,
+            data_parallel_size=world_size // smallest_world(recipe),
+            layout=microbatch.layout,
+            sequence_multiple=sequence_multiple,
+            total_multiple=total_multiple,
+            sample_ids=names,
+        )

@@ -1,0 +1,92 @@
+"""The run folder: resolved recipe, metrics as JSON lines and for TensorBoard, last rollouts, summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_support.config.recipe import Recipe
+from megatron_support.errors import ConfigurationError
+from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.files import write_rollouts
+
+RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
+ROLLOUTS, CHECKPOINT = "rollouts_last_step.jsonl", "checkpoint"
+
+
+class RunFolder:
+    """``<run_dir>/<name>-<date>-<time>``, made when the first step is written: a run that fails before leaves nothing.
+
+    Args:
+        recipe: written as ``recipe.yaml``; it can be run as it is.
+
+    Raises:
+        ConfigurationError: ``logging.run_dir`` cannot be made.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tensorboard: Any = None
+        parent = Path(recipe.logging.run_dir).expanduser()
+        nearest = next(folder for folder in (parent.absolute(), *parent.absolute().parents) if folder.exists())
+        if not nearest.is_dir():
+            raise ConfigurationError(
+                f"logging.run_dir must be a folder, got {parent}: {nearest} is a file; choose another"
+            )
+        self.path = _unused(parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def write_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one step's metrics."""
+        if not self.path.exists():
+            self._make()
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **{name: _plain(value) for name, value in values.items()}}) + "\n")
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+
+    def write_rollouts(self, rollouts: RolloutBatch) -> None:
+        """The rollouts of the last step, with the log-probabilities and advantages that it used."""
+        write_rollouts(self.path / ROLLOUTS, rollouts)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        (self.path / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"logging.run_dir must be a folder that can be written, got {self._recipe.logging.run_dir!r} "
+                f"({error}); choose another"
+            ) from error
+        tree = self._recipe.model_dump(mode="json")
+        (self.path / RECIPE).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        if self._recipe.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.path / TENSORBOARD))
+
+
+def _unused(path: Path) -> Path:
+    """The path itself, or with -2, -3, ... behind it."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,51 @@
+# Sourced by the other scripts: finds Python, makes .venv, installs the package once per change of its requirements.
+# PYTHON=/path/to/python3 chooses the interpreter; VENV=/path chooses where the environment goes.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+TORCH_INDEX="${TORCH_INDEX:-}"
+
+say() { printf '\n== %s\n' "$*"; }
+
+die() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is not an executable; give the path of Python 3.10 or newer"
+    command -v "$PYTHON"
+    return
+  fi
+  for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  die "no Python 3.10 or newer found; install one, or set PYTHON=/path/to/python3"
+}
+
+# install EXTRA...: the package, editable, with extras. Does nothing when setup.py and the constraints are unchanged.
+install() {
+  local extras stamp key python
+  extras="$(IFS=,; echo "$*")"
+  python="$(find_python)"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$python is older than Python 3.10; set PYTHON to a newer one"
+  key="$(cat "$ROOT/setup.py" "$ROOT/scripts/constraints.txt" | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+  stamp="$VENV/.installed-${extras:-base}"
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
+    say "environment $VENV is up to date"
+    return
+  fi
+  if [ ! -x "$VENV/bin/python" ]; then
+    say "making a virtual environment in $VENV with $python"
+    "$python" -m venv "$VENV" || die "cannot make $VENV; install the venv module of $python (Debian: apt-get install python3-venv)"
+  fi
+  say "installing torch (constraints: scripts/constraints.txt)"
+  # A GPU host that has no torch yet gets the release pinned in the constraints from its own index (TORCH_INDEX).
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+    "$(grep '^torch==' "$ROOT/scripts/constraints.txt")" || die "pip could not install torch; see the lines above"
+  say "installing megatron-support${extras:+[$extras]}"
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" \
+    -e "$ROOT${extras:+[$extras]}" || die "pip could not install megatron-support; see the lines above"
+  printf '%s' "$key" > "$stamp"
+}

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs into .venv and trains the embedded default: a tiny GPT learns a string task on 2 CPU ranks (TP=2).
+# Usage: scripts/quickstart.sh [field.subfield=value ...]     PYTHON=/path/to/python3 chooses the interpreter.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+install
+say "training configs/quickstart.yaml on 2 ranks (tensor parallel); run folders go to ./runs"
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+exec "$VENV/bin/torchrun" --standalone --nproc-per-node 2 --no-python \
+  "$VENV/bin/megatron-support" train "$ROOT/configs/quickstart.yaml" "$@"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs what tests need into .venv, lints, checks types and runs every test.
+# Usage: scripts/test.sh [pytest arguments]     PYTHON=/path/to/python3 chooses the interpreter.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+install dev hf
+cd "$ROOT"
+say "lint: ruff"
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check .
+say "types: mypy"
+"$VENV/bin/mypy"
+say "tests: pytest"
+export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+exec "$VENV/bin/python" -m pytest "$@"

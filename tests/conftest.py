@@ -1,0 +1,10 @@
+"""One thread per process: ranks are forked from here, and an OpenMP pool does not survive a fork."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core asserts it for tensor parallelism
+
+import torch
+
+torch.set_num_threads(1)

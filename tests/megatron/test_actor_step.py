@@ -1,0 +1,58 @@
+"""One actor step under any layout is the actor step of one process."""
+
+import pytest
+import torch
+
+from tests.megatron.actor_setup import make_rollouts, make_step
+from tests.ranks import run_ranks
+
+STEPS = 2
+SAME = ("loss", "grad_norm", "kl_penalty", "policy_support_excluded_tokens", "probs_ratio", "lr")
+
+LAYOUTS = {
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "tp2_sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "pp2_vpp2": (2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
+    "cp2": (2, {"parallel": {"context": 2}}),
+    "dp2": (2, {}),
+    "dp2_distributed_optimizer": (2, {"optimizer": {"distributed": True}}),
+    "padded": (1, {"microbatch": {"max_tokens": 40, "layout": "padded"}}),
+    "one_microbatch": (1, {"microbatch": {"max_tokens": 4096}}),
+    "tp2_pp2": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "pp2_dp2_padded": (4, {"parallel": {"pipeline": 2}, "microbatch": {"max_tokens": 40, "layout": "padded"}}),
+}
+
+
+def _train(rank, world, setup):
+    step = make_step(**setup)
+    rollouts = make_rollouts()
+    history = []
+    for _ in range(STEPS):
+        result = step.step(rollouts)
+        history.append(result.metrics)
+    return history, result.rollouts.prev_logprobs
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return run_ranks(1, _train, {})[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_process_does(one_process, name):
+    world, setup = LAYOUTS[name]
+    history, previous = one_process
+    for other_history, other_previous in run_ranks(world, _train, setup):
+        for step, other in zip(history, other_history, strict=True):
+            got = {key: other[key] for key in SAME}
+            assert got == pytest.approx({key: step[key] for key in SAME}, rel=2e-5, abs=1e-7)
+        assert torch.equal(torch.isneginf(other_previous), torch.isneginf(previous))
+        torch.testing.assert_close(other_previous, previous, rtol=2e-5, atol=2e-5)
+
+
+def test_rollouts_hold_tokens_outside_the_support(one_process):
+    """Otherwise the comparison above says nothing about validity."""
+    history, previous = one_process
+    assert torch.isneginf(previous).sum() > 10
+    assert history[0]["policy_support_excluded_tokens"] >= torch.isneginf(previous).sum()

@@ -1,0 +1,151 @@
+"""The command line on recipes that are wrong in themselves: one message, exit code 2, nothing written."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_support.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+GOOD = {
+    "name": "run",
+    "device": "cpu",
+    "model": {
+        "architecture": {
+            "vocab_size": 259,
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 32,
+        },
+    },
+    "optimizer": {"lr": 0.1},
+    "rollouts": {
+        "type": "sampler",
+        "task": "sort",
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 4,
+    },
+    "train": {"steps": 1, "microbatch": {"max_tokens": 64}},
+}
+
+
+def without(tree: dict, *path: str) -> dict:
+    """A copy of a nested mapping without one entry."""
+    head, *rest = path
+    return {key: without(value, *rest) if key == head else value for key, value in tree.items() if rest or key != head}
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were():
+    """The command line silences libraries; later tests of the same process want to hear them."""
+    loggers = [logging.getLogger(name) for name in ("torch", "megatron")]
+    levels = [logger.level for logger in loggers]
+    yield
+    logging.disable(logging.NOTSET)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(tree) -> str:
+        (tmp_path / "recipe.yaml").write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+        return "recipe.yaml"
+
+    return write
+
+
+# recipe, arguments, parts of the message
+BAD = {
+    "missing field": (
+        without(GOOD, "optimizer", "lr"),
+        [],
+        ["recipe.yaml: 1 error", "optimizer.lr: required and missing; add it"],
+    ),
+    "misspelt field": (GOOD, ["train.minibatchs=2"], ["train.minibatchs: unknown field; did you mean 'minibatches'?"]),
+    "misspelt type": (GOOD, ["rollouts.type=smpler"], ["unknown type, got 'smpler'; did you mean 'sampler'?"]),
+    "wrong type": (GOOD, ["train.steps=many"], ["train.steps: must be", "got 'many'"]),
+    "out of range": (GOOD, ["rollouts.sampling.top_p=1.5"], ["rollouts.sampling.top_p: must be", "got 1.5"]),
+    "folder in the name": (GOOD, ["name=a/b"], ["name: must be letters, digits", "got 'a/b'", "change it"]),
+    "group of one": (GOOD, ["rollouts.samples_per_prompt=1"], ["samples_per_prompt must be >= 2", "got 1", "raise it"]),
+    "too many minibatches": (
+        GOOD,
+        ["train.minibatches=5"],
+        ["train.minibatches must be <= the 4 sequences", "got 5", "lower it"],
+    ),
+    "override without a value": (
+        GOOD,
+        ["train.steps"],
+        ["override 'train.steps' must look like field.subfield=value", "add '='"],
+    ),
+    "override through a number": (GOOD, ["seed.sub=1"], ["recipe.yaml"]),
+    "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "a recipe is a mapping of fields"]),
+    "not YAML": ("a: [1\n", [], ["recipe.yaml", "not a valid recipe"]),
+    "a reference to nowhere": (GOOD, ["seed='${nowhere}'"], ["recipe.yaml", "nowhere"]),
+    "two at once": (GOOD, ["train.steps=0", "optimizer.lr=-1"], ["2 errors", "train.steps:", "optimizer.lr:"]),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_recipes(case, command, write, capsys, tmp_path):
+    tree, overrides, parts = BAD[case]
+    assert main([command, write(tree), *overrides]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ") and "Traceback" not in shown.err
+    for part in parts:
+        assert part in shown.err, shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_recipe_that_is_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "nowhere.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert "nowhere.yaml: cannot read the recipe" in message and "give the path of a YAML file" in message
+
+
+def test_other_ranks_say_nothing(write, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["train", write(GOOD), "train.steps=0"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tasks_are_listed(capsys):
+    assert main(["tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["addition", "sort", "swap"]
+    assert "3+4= -> 7" in lines[0]
+
+
+def test_no_command_shows_the_usage(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "usage: megatron-support" in capsys.readouterr().err
+
+
+def test_a_bad_recipe_is_refused_before_anything_slow_is_imported():
+    program = (
+        "import sys; from megatron_support.__main__ import main; code = main(['train', 'nowhere.yaml']);"
+        "sys.exit(code if 'torch' not in sys.modules else 99)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_name_their_own_file(path):
+    from megatron_support.config import load_recipe
+
+    assert load_recipe(path).name == path.stem
