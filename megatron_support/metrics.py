@@ -164,7 +164,7 @@ class MetricSet(Mapping[str, Metric]):
         """Combine with another microbatch's or rank's metrics, name by name."""
         merged = dict(self._metrics)
         for name, metric in other.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
         return MetricSet(merged)
 
     def compute(self) -> dict[str, float]:

@@ -5,8 +5,8 @@
     python scripts/bench_support.py --quick --tp 1 2 --peer other.py:support_logprobs
 
 Contestants run interleaved in one process (per tensor-parallel rank) and their best times are compared, so that a
-change of the machine's load hits all alike. Memory is the peak resident set of a fresh process above its inputs. Fresh memory
-is kept by the allocator between calls, so that page faults of the operating system are not timed for anybody.
+change of the machine's load hits all alike. Memory is the peak resident set of a fresh process above its inputs. The
+allocator keeps memory between calls, so that page faults of the operating system are not timed for anybody.
 
 * ``ours``: forward and backward of ``support_logprobs``; ``in place`` writes the gradient over the logits.
 * ``sort twice``: float32 copy, full sort, scatter of the mask and log-softmax, the filter made again in backward.

@@ -21,7 +21,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: a YAML file (safe subset; ``${...}`` interpolation as in omegaconf).
-        overrides: ``loss.surrogate.clip_high=0.28``-like assignments, values in YAML syntax.
+        overrides: ``loss.surrogate.clip_high=0.28``-like assignments, values in YAML syntax. A mapping replaces what
+            was there.
 
     Raises:
         ConfigurationError: unreadable file, bad YAML, bad override, or every broken rule of the schema at once.
@@ -41,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             key, separator, value = override.partition("=")
             if not separator or not key:
                 raise ConfigurationError(f"override {override!r} must look like field.subfield=value; add '='")
-            OmegaConf.update(tree, key, yaml.safe_load(value), force_add=True)
+            OmegaConf.update(tree, key, yaml.safe_load(value), merge=False, force_add=True)
         data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None

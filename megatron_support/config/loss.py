@@ -21,7 +21,7 @@ class _BuiltInSurrogate(StrictModel):
     @property
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of the surrogate function."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
+        return {name: value for name, value in self.__dict__.items() if name != "type"}
 
 
 class PPOClip(_BuiltInSurrogate):
@@ -72,7 +72,7 @@ class GMPO(_BuiltInSurrogate):
 
 
 class DPPOTotalVariation(_BuiltInSurrogate):
-    """-sg(min(r, ratio_cap)) A log p while p - p_prev is within [-low, high] on the side A pushes to (arXiv:2602.04879)."""
+    """-sg(min(r, ratio_cap)) A log p while p - p_prev is in [-low, high] on the side A pushes to (arXiv:2602.04879)."""
 
     type: Literal["dppo_tv"] = "dppo_tv"
     low: Positive = 0.15
@@ -302,8 +302,8 @@ class ActorLossConfig(StrictModel):
 
     surrogate: Surrogate = PPOClip()
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """sequence: one ratio a sequence, exp of the mean log-ratio (GSPO, arXiv:2507.18071); sequence_token: its value with
-    the token's own gradient (GSPO-token)."""
+    """sequence: one ratio a sequence, exp of the mean log-ratio (GSPO, arXiv:2507.18071); sequence_token: its value,
+    with the token's own gradient (GSPO-token)."""
     aggregation: Aggregation = TokenMean()
     """gmpo has one loss per sequence: with it token_mean, the default, becomes sequence_mean."""
     normalization: Literal["rollout", "survivors"] = "rollout"

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from megatron_support.config.advantages import Advantages, GRPOConfig
 from megatron_support.config.base import StrictModel
 from megatron_support.config.loss import ActorLossConfig
 
@@ -179,21 +180,9 @@ class SamplerRollouts(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     weights_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the sampler's own copy of the weights; bfloat16 gives the mismatch a separate engine has."""
-    record_support: bool = False
-    """Send the sampler's kept sets along, so that the trainer renormalises over them instead of finding its own."""
 
 
 Rollouts = Annotated[FileRollouts | SamplerRollouts, Field(discriminator="type")]
-
-
-class GRPOConfig(StrictModel):
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
-
-    type: Literal["grpo"] = "grpo"
-    leave_one_out: bool = False
-    """Baseline over the other samples of the prompt instead of all."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation."""
 
 
 class MicrobatchConfig(StrictModel):
@@ -227,6 +216,9 @@ class LogprobConfig(StrictModel):
     chunk_size: PositiveInt | None = None
     """Tokens per work chunk; null lets the code choose."""
     ties: Literal["group", "index"] = "group"
+    """group: every logit equal to the smallest kept one is kept; index: that group is cut, lowest id first."""
+    support: Literal["recompute", "replay"] = "recompute"
+    """recompute: from the trainer's logits under each row's filter; replay: the sampler's own kept sets."""
 
 
 class ReferenceConfig(StrictModel):
@@ -248,7 +240,7 @@ class ActorStepConfig(StrictModel):
     """What one actor step does with its rollouts: the part of a recipe that a library user passes to ``ActorStep``."""
 
     loss: ActorLossConfig = ActorLossConfig()
-    advantages: GRPOConfig = GRPOConfig()
+    advantages: Advantages = GRPOConfig()
     logprobs: LogprobConfig = LogprobConfig()
     microbatch: MicrobatchConfig
     minibatches: PositiveInt = 1
@@ -268,7 +260,7 @@ class Recipe(StrictModel):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerSettings
     rollouts: Rollouts
-    advantages: GRPOConfig = GRPOConfig()
+    advantages: Advantages = GRPOConfig()
     loss: ActorLossConfig = ActorLossConfig()
     logprobs: LogprobConfig = LogprobConfig()
     reference: ReferenceConfig = ReferenceConfig()

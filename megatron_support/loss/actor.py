@@ -12,17 +12,11 @@ from megatron_support.config.loss import ActorLossConfig
 from megatron_support.errors import ConfigurationError
 from megatron_support.loss.aggregate import AggregationType, Count, Counts, at_least_one, denominator, local_sum
 from megatron_support.loss.correction import CorrectionWeights, behaviour_weights, correct
-from megatron_support.loss.diagnostics import (
-    approx_entropy,
-    exclusion_metrics,
-    mismatch_metrics,
-    ratio_metrics,
-    weight_metrics,
-)
+from megatron_support.loss.diagnostics import DiagnosticTokens, token_diagnostics, weight_metrics
 from megatron_support.loss.inputs import TokenInputs, token_inputs
 from megatron_support.loss.kl import reference_kl
 from megatron_support.loss.layout import SequenceSum
-from megatron_support.loss.masks import count, exclusions, poison, select
+from megatron_support.loss.masks import Selection, count, exclusions, poison, select
 from megatron_support.loss.participation import DropRules, Participation, participation
 from megatron_support.loss.ratio import level_log_ratio, sequence_means
 from megatron_support.loss.surrogates import SurrogateInputs, SurrogateOutput, surrogate_loss
@@ -131,15 +125,15 @@ def actor_loss(
     surrogate = _surrogate(config, inputs, part, tokens)
     correction = _correction(config, inputs, part, tokens)
     kl = _kl(config, inputs, part)
-    loss = _numerator(config, inputs, part, surrogate, correction, kl) / divisor + tokens.fault
+    loss = _numerator(config, inputs, part, tokens.selection, surrogate, correction, kl) / divisor + tokens.fault
     if config.positive_nll_coef > 0:
-        nll, positive = _positive_nll(inputs, part, tokens, survivors=survivors)
+        nll, positive = _positive_nll(inputs, part, survivors=survivors)
         given = positive if global_positive_tokens is None else global_positive_tokens
         loss = loss + config.positive_nll_coef * (nll / at_least_one(given))
     if kl is not None:
         loss = loss + kl.fault
     with torch.no_grad():
-        reported = _term_metrics(config, inputs, part, tokens, counts, kl)
+        reported = _term_metrics(config, inputs, part, counts, kl)
         if metrics == "full":
             reported |= _diagnostics(config, inputs, part, tokens, counts, surrogate, correction)
     return LossOutput(
@@ -177,14 +171,8 @@ def _check_present(config: ActorLossConfig, inputs: TokenInputs) -> None:
 
 def _participation(config: ActorLossConfig, inputs: TokenInputs, counts_sequences: bool | None) -> Participation:
     excluded = exclusions(
-        inputs.valid,
-        inputs.filtered,
-        current=inputs.curr_logprobs,
-        previous=inputs.prev_logprobs,
-        generation=inputs.generation_logprobs,
+        inputs.valid, inputs.filtered, inputs.curr_logprobs, inputs.prev_logprobs, inputs.generation_logprobs
     )
-    on_policy = config.surrogate.type == "on_policy"
-    assert inputs.advantages is not None
     return participation(
         inputs.valid,
         excluded,
@@ -194,8 +182,8 @@ def _participation(config: ActorLossConfig, inputs: TokenInputs, counts_sequence
             error_threshold=config.sequence_error_threshold,
             opsm_threshold=None if config.sequence_mask is None else config.sequence_mask.threshold,
         ),
-        curr_logprobs=inputs.curr_logprobs,
-        prev_logprobs=inputs.curr_logprobs.detach() if on_policy else inputs.prev_logprobs,
+        curr_logprobs=inputs.curr_logprobs.detach(),
+        prev_logprobs=inputs.previous,
         generation_logprobs=inputs.generation_logprobs,
         advantages=inputs.advantages,
         counts_sequences=counts_sequences,
@@ -206,43 +194,33 @@ def _participation(config: ActorLossConfig, inputs: TokenInputs, counts_sequence
 class _ActorTokens:
     """Sanitised under the actor mask: 0 at tokens that do not take part."""
 
-    curr: Tensor
-    prev: Tensor
-    """The current ones, detached, where previous ones are not given."""
-    generation: Tensor | None
-    advantages: Tensor
+    selection: Selection
     log_ratio: Tensor
+    advantages: Tensor
     log_weight: Tensor | None
-    """prev - generation."""
+    """prev - generation, where a correction reads it."""
     fault: Tensor
     """0, or NaN where a log-probability that takes part is not finite."""
 
 
 def _actor_tokens(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _ActorTokens:
-    mask = part.actor_mask
-
-    def sanitised(mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        curr = select(mask, inputs.curr_logprobs)
-        prev = curr.detach() if inputs.prev_logprobs is None else select(mask, inputs.prev_logprobs.detach())
-        given = inputs.generation_logprobs
-        return curr, prev, None if given is None else select(mask, given.detach())
-
-    curr, prev, generation = sanitised(mask)
-    assert inputs.advantages is not None
-    log_ratio = curr - prev
-    log_weight = None if generation is None else prev - generation
-    if part.survives is mask:
-        fault = poison(log_ratio, log_weight)
-    else:  # a fault in a sequence that was dropped is still a fault
-        fault = poison(*sanitised(part.survives))
+    selection = Selection(part.actor_mask)
+    log_ratio = selection(inputs.curr_logprobs - inputs.previous)
+    generation = inputs.generation_logprobs
+    log_weight = None
+    if config.correction is not None and generation is not None:
+        log_weight = selection(inputs.previous - generation)
+    # A fault in a sequence that was dropped is still a fault.
+    probe = selection if part.survives is part.actor_mask else Selection(part.survives)
+    suspects = [log_ratio if probe is selection else probe(inputs.curr_logprobs.detach() - inputs.previous)]
+    if generation is not None:
+        suspects.append(probe(generation))
     return _ActorTokens(
-        curr=curr,
-        prev=prev,
-        generation=generation,
-        advantages=select(mask, inputs.advantages.detach()).to(curr.dtype),
+        selection=selection,
         log_ratio=log_ratio,
+        advantages=selection(inputs.advantages),
         log_weight=log_weight,
-        fault=fault,
+        fault=poison(*suspects),
     )
 
 
@@ -250,20 +228,20 @@ def _surrogate(
     config: ActorLossConfig, inputs: TokenInputs, part: Participation, tokens: _ActorTokens
 ) -> SurrogateOutput:
     layout, counts = inputs.layout, part.actor_counts
-    log_ratio = level_log_ratio(tokens.log_ratio, tokens.curr, counts, layout, config.ratio_level)
 
     def sequence_mean(values: Tensor) -> Tensor:
         return layout.to_tokens(sequence_means(values, counts, layout))
 
+    log_ratio = level_log_ratio(tokens.log_ratio, counts, layout, config.ratio_level)
     return surrogate_loss(
         config.surrogate.type,
         SurrogateInputs(
             log_ratio=log_ratio,
             ratio=log_ratio.exp(),
-            curr_logprobs=tokens.curr,
-            prev_logprobs=tokens.prev,
             advantages=tokens.advantages,
-            mask=part.actor_mask,
+            selection=tokens.selection,
+            raw_curr_logprobs=inputs.curr_logprobs,
+            raw_prev_logprobs=inputs.previous,
             sequence_mean=sequence_mean,
         ),
         config.surrogate.parameters,
@@ -275,8 +253,7 @@ def _correction(
 ) -> CorrectionWeights | None:
     """The weights that multiply the surrogate; None for none."""
     if inputs.correction_weights is not None:
-        weights = select(part.actor_mask, inputs.correction_weights.detach())
-        return CorrectionWeights(weights=weights.to(tokens.curr.dtype))
+        return CorrectionWeights(weights=tokens.selection(inputs.correction_weights))
     if config.correction is None:
         return None
     assert tokens.log_weight is not None
@@ -304,14 +281,14 @@ def _kl(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _K
     raw = inputs.curr_logprobs if given is None else given
     assert inputs.reference_logprobs is not None
     curr = select(part.kl_mask, raw)
-    reference = select(part.kl_mask, inputs.reference_logprobs.detach())
+    reference = select(part.kl_mask, inputs.reference_logprobs)
     generation = in_support = None
     if config.kl.on_policy:
         assert inputs.generation_logprobs is not None
-        outside = part.excluded.generation
-        mask = part.kl_mask if outside is None else part.kl_mask & ~outside
-        generation = select(mask, inputs.generation_logprobs.detach())
+        outside = part.excluded.by(inputs.generation_logprobs)
         in_support = None if outside is None else ~outside
+        mask = part.kl_mask if in_support is None else part.kl_mask & in_support
+        generation = select(mask, inputs.generation_logprobs)
     values = reference_kl(
         curr,
         reference,
@@ -321,16 +298,20 @@ def _kl(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _K
         generation_logprobs=generation,
         generation_in_support=in_support,
     )
-    if part.rejected is None:
-        return _KL(values=select(part.kl_mask, values), fault=poison(curr - reference, generation))
-    whole = select(inputs.valid, raw.detach() - inputs.reference_logprobs.detach())
-    return _KL(values=select(part.kl_mask, values), fault=poison(whole, generation))
+    # A fault in a sequence that was rejected is still a fault.
+    whole = (
+        curr.detach() - reference
+        if part.rejected is None
+        else select(inputs.valid, raw.detach() - inputs.reference_logprobs)
+    )
+    return _KL(values=select(part.kl_mask, values), fault=poison(whole))
 
 
 def _numerator(
     config: ActorLossConfig,
     inputs: TokenInputs,
     part: Participation,
+    selection: Selection,
     surrogate: SurrogateOutput,
     correction: CorrectionWeights | None,
     kl: _KL | None,
@@ -343,24 +324,22 @@ def _numerator(
         return local_sum(values, counts, inputs.layout, kind=aggregation.type, max_length=max_length)
 
     per_token = surrogate.loss if correction is None else surrogate.loss * correction.weights
-    total = aggregate(select(part.actor_mask, per_token), part.actor_counts)
+    total = aggregate(selection(per_token), part.actor_counts)
     if config.entropy_coef > 0:
         assert inputs.entropy is not None
-        total = total - config.entropy_coef * aggregate(select(part.actor_mask, inputs.entropy), part.actor_counts)
+        total = total - config.entropy_coef * aggregate(selection(inputs.entropy), part.actor_counts)
     if kl is not None and config.kl is not None:
         total = total + config.kl.coef * aggregate(kl.values, part.kl_counts)
     return total
 
 
-def _positive_nll(
-    inputs: TokenInputs, part: Participation, tokens: _ActorTokens, *, survivors: bool
-) -> tuple[Tensor, Tensor]:
+def _positive_nll(inputs: TokenInputs, part: Participation, *, survivors: bool) -> tuple[Tensor, Tensor]:
     """Sum of -log p over surviving tokens of samples with a positive reward, and the count that divides it."""
     assert inputs.rewards is not None
     positive = inputs.layout.to_tokens(inputs.rewards > 0)
-    nll = -select(positive, tokens.curr).sum()
-    before = count(inputs.valid & positive)
-    after = count(part.actor_mask & positive)
+    surviving = part.actor_mask & positive
+    nll = -select(surviving, inputs.curr_logprobs).sum()
+    before, after = count(inputs.valid & positive), count(surviving)
     return nll, torch.where(after > 0, after, before) if survivors else before
 
 
@@ -368,7 +347,6 @@ def _term_metrics(
     config: ActorLossConfig,
     inputs: TokenInputs,
     part: Participation,
-    tokens: _ActorTokens,
     counts: Counts,
     kl: _KL | None,
 ) -> dict[str, Metric]:
@@ -393,7 +371,7 @@ def _term_metrics(
             Mean(total, num_sequences, per="sequence") if by_sequence else Mean(total, num_tokens, per="token")
         )
     if config.positive_nll_coef > 0:
-        nll, positive = _positive_nll(inputs, part, tokens, survivors=survivors)
+        nll, positive = _positive_nll(inputs, part, survivors=survivors)
         metrics["positive_nll_loss"] = Mean(nll.detach(), positive, per="positive token")
     if inputs.entropy is not None and config.entropy_coef > 0:
         total = select(part.actor_mask, inputs.entropy.detach()).sum()
@@ -414,22 +392,32 @@ def _diagnostics(
     survivors = config.normalization == "survivors"
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
-    assert inputs.advantages is not None
-    metrics = {
-        **ratio_metrics(surrogate, tokens.log_ratio.detach(), part.actor_mask, num_tokens),
-        **exclusion_metrics(part.excluded, inputs.valid, inputs.advantages.detach()),
-    }
-    if tokens.generation is None or tokens.log_weight is None:
+    metrics, weight_sum = token_diagnostics(
+        DiagnosticTokens(
+            mask=part.actor_mask,
+            valid=inputs.valid,
+            excluded=part.excluded.tokens,
+            candidates=part.excluded.candidates,
+            curr_logprobs=inputs.curr_logprobs.detach(),
+            prev_logprobs=inputs.previous,
+            generation_logprobs=inputs.generation_logprobs,
+            advantages=inputs.advantages,
+            ratio=surrogate.ratio.detach(),
+            clipped=surrogate.clipped,
+            bounded=surrogate.bounded,
+        ),
+        num_tokens,
+        window=surrogate.window,
+        kl_type="k3" if config.kl is None else config.kl.type,
+    )
+    if correction is not None:
+        return metrics | weight_metrics(correction, part, num_tokens, num_sequences)
+    if inputs.generation_logprobs is None or weight_sum is None:
         return metrics
-    weight = behaviour_weights(tokens.log_weight, inputs.layout, per_sequence=False)
-    kl_type = "k3" if config.kl is None else config.kl.type
-    metrics |= mismatch_metrics(tokens.log_weight, weight, part.actor_mask, num_tokens, kl_type)
-    metrics["approx_entropy"] = approx_entropy(tokens.curr.detach(), tokens.generation, num_tokens)
-    if correction is None:
-        if config.ratio_level == "token":
-            correction = CorrectionWeights(weights=weight)
-        else:
-            product = behaviour_weights(tokens.log_weight, inputs.layout, per_sequence=True)
-            correction = CorrectionWeights(weights=inputs.layout.to_tokens(product), per_sequence=product)
-    metrics |= weight_metrics(correction, part, num_tokens, num_sequences)
-    return metrics
+    if config.ratio_level == "token":
+        metrics["sampling_importance_ratio"] = Mean(weight_sum, num_tokens, per="token")
+        return metrics
+    log_weight = tokens.selection(inputs.previous - inputs.generation_logprobs)
+    product = behaviour_weights(log_weight, inputs.layout, per_sequence=True)
+    raw = CorrectionWeights(weights=inputs.layout.to_tokens(product), per_sequence=product)
+    return metrics | weight_metrics(raw, part, num_tokens, num_sequences)

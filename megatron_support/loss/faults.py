@@ -75,7 +75,7 @@ def describe_faults(config: ActorLossConfig, *, limit: int = 5, **tensors: Any) 
 
 
 def _inputs(config: ActorLossConfig, tensors: dict[str, Any]) -> TokenInputs:
-    read = {name: tensors.get(name) for name in _READ if tensors.get(name) is not None}
+    read: dict[str, Any] = {name: tensors.get(name) for name in _READ if tensors.get(name) is not None}
     if config.surrogate.type == "on_policy":
         read.pop("prev_logprobs", None)
     if not config.needs_reference:
@@ -106,11 +106,7 @@ _READ = (
 def _faults(config: ActorLossConfig, inputs: TokenInputs) -> dict[str, tuple[Tensor, Tensor, str]]:
     """By name: (bool mask of faults, values, rule)."""
     excluded = exclusions(
-        inputs.valid,
-        inputs.filtered,
-        current=inputs.curr_logprobs,
-        previous=inputs.prev_logprobs,
-        generation=inputs.generation_logprobs,
+        inputs.valid, inputs.filtered, inputs.curr_logprobs, inputs.prev_logprobs, inputs.generation_logprobs
     )
     survives = inputs.valid if excluded.tokens is None else inputs.valid & ~excluded.tokens
     filtered_rule = "it must be finite, or -inf for a token outside the support of an active sampling filter"
@@ -119,17 +115,16 @@ def _faults(config: ActorLossConfig, inputs: TokenInputs) -> dict[str, tuple[Ten
     def add(name: str, faulty: Tensor, values: Tensor, rule: str) -> None:
         found[name] = (faulty, values.detach(), rule)
 
-    sources = {"curr": excluded.current, "prev": excluded.previous, "generation": excluded.generation}
-    for source, outside in sources.items():
-        name = f"{source}_logprobs"
+    for name in ("curr_logprobs", "prev_logprobs", "generation_logprobs"):
         values = getattr(inputs, name)
         if values is None:
             continue
         wrong = inputs.valid & ~torch.isfinite(values.detach())
+        outside = excluded.by(values)
         if outside is not None:
             wrong = wrong & ~outside
         rule = filtered_rule
-        if source == "generation":
+        if name == "generation_logprobs":
             wrong = wrong | (inputs.valid & (values > MAX_GENERATION_LOGPROB))
             rule = "it must be finite and <= 0, or -inf for a token outside the support of an active sampling filter"
         add(name, wrong, values, rule)

@@ -13,7 +13,7 @@ from megatron_support.loss.layout import Layout, SequenceSum
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """Raw per-token tensors of one shape; log-probabilities are -inf outside the support."""
+    """Raw per-token tensors of one shape and dtype, that of curr_logprobs or fp32; -inf outside the support."""
 
     layout: Layout
     valid: Tensor
@@ -21,7 +21,7 @@ class TokenInputs:
     filtered: Tensor | bool
     """Where a -inf means "outside the support"; elsewhere it is a fault."""
     curr_logprobs: Tensor
-    advantages: Tensor | None
+    advantages: Tensor
     prev_logprobs: Tensor | None
     generation_logprobs: Tensor | None
     reference_logprobs: Tensor | None
@@ -30,6 +30,11 @@ class TokenInputs:
     correction_weights: Tensor | None
     rewards: Tensor | None
     """``[sequences]``."""
+
+    @property
+    def previous(self) -> Tensor:
+        """Previous log-probabilities; the current ones where none are given (on policy, or nothing reads them)."""
+        return self.curr_logprobs.detach() if self.prev_logprobs is None else self.prev_logprobs
 
 
 def token_inputs(
@@ -62,6 +67,8 @@ def token_inputs(
     """
     layout = _layout(curr_logprobs, sequence_ids, sample_mask, rewards, sequence_sum)
 
+    dtype = torch.float64 if curr_logprobs.dtype == torch.float64 else torch.float32
+
     def tokens(name: str, value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
@@ -70,19 +77,23 @@ def token_inputs(
                 f"{name} must have the shape of curr_logprobs {tuple(curr_logprobs.shape)}, got {tuple(value.shape)}; "
                 "pass one entry per token"
             )
-        return value.reshape(layout.shape)
+        value = value.reshape(layout.shape).contiguous()
+        return value.to(dtype) if name != "response_mask" else value
 
     mask = tokens("response_mask", response_mask)
     assert mask is not None
     valid = _as_bool(mask)
+    curr = tokens("curr_logprobs", curr_logprobs)
+    assert curr is not None
+    given = tokens("advantages", advantages)
     if sample_mask is not None:
         valid = valid & layout.to_tokens(_as_bool(_sequences("sample_mask", sample_mask, layout)))
     return TokenInputs(
         layout=layout,
         valid=valid,
         filtered=_filtered(filtered, curr_logprobs, layout),
-        curr_logprobs=curr_logprobs.reshape(layout.shape),
-        advantages=tokens("advantages", advantages),
+        curr_logprobs=curr,
+        advantages=torch.zeros_like(curr) if given is None else given,
         rewards=None if rewards is None else _sequences("rewards", rewards, layout),
         **{name: tokens(name, logprobs.get(name)) for name in _OPTIONAL},
     )

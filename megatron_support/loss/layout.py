@@ -37,4 +37,4 @@ class Layout:
         """``[sequences]`` as seen by each token; for rows ``[B, 1]``, which broadcasts."""
         if self.sequence_ids is None:
             return per_sequence.unsqueeze(-1)
-        return per_sequence[self.sequence_ids]
+        return per_sequence.index_select(0, self.sequence_ids)

@@ -76,7 +76,7 @@ def participation(
         curr_logprobs, prev_logprobs, generation_logprobs, advantages: raw, per token. None where no rule reads it.
         counts_sequences: see :func:`megatron_support.loss.actor_loss`.
     """
-    survives = valid if excluded.tokens is None else valid & ~excluded.tokens
+    survives = valid if excluded.tokens is None else valid ^ excluded.tokens
     columns = {"valid": sequence_counts(valid, layout), "survives": sequence_counts(survives, layout)}
 
     def add(name: str, values: Tensor) -> None:

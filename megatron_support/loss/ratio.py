@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from megatron_support.loss.layout import Layout
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped into [-20, 20] (gradient 0 beyond), so a ratio is at most e^20 = 4.9e8 and never overflows."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """The log-ratio clamped into [-20, 20], gradient 0 beyond."""
+    return _Bounded.apply(log_ratio)[0]
+
+
+class _Bounded(Function):
+    """``clamp`` with a backward of one multiplication."""
+
+    @staticmethod
+    def forward(values: Tensor) -> tuple[Tensor, Tensor]:
+        clamped = values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return clamped, torch.eq(clamped, values, out=torch.empty_like(values))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0]
 
 
 def sequence_means(values: Tensor, counts: Tensor, layout: Layout) -> Tensor:
@@ -27,7 +51,6 @@ def sequence_means(values: Tensor, counts: Tensor, layout: Layout) -> Tensor:
 
 def level_log_ratio(
     log_ratio: Tensor,
-    curr_logprobs: Tensor,
     counts: Tensor,
     layout: Layout,
     level: Literal["token", "sequence", "sequence_token"],
@@ -35,12 +58,11 @@ def level_log_ratio(
     """The log-ratio that stands for each token.
 
     Formula: ``token``: l_t. ``sequence``: mean of l over the sequence's surviving tokens (GSPO).
-    ``sequence_token``: sg(mean) + log p_t - sg(log p_t), the value of GSPO with the token's own gradient.
+    ``sequence_token``: sg(mean) + l_t - sg(l_t), the value of GSPO with the token's own gradient.
     GSPO: Zheng et al. 2025, arXiv:2507.18071.
 
     Args:
         log_ratio: per token, 0 at tokens that do not take part.
-        curr_logprobs: per token, sanitised.
         counts: float64 ``[sequences]``, surviving tokens.
         layout: sequences and ranks.
         level: which.
@@ -49,9 +71,8 @@ def level_log_ratio(
         A tensor that broadcasts to the tokens, in [-20, 20].
     """
     if level == "token":
-        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded(log_ratio)
     if level == "sequence":
-        mean = sequence_means(log_ratio, counts, layout)
-        return layout.to_tokens(mean).expand(log_ratio.shape).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    mean = layout.to_tokens(sequence_means(log_ratio.detach(), counts, layout))
-    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + (curr_logprobs - curr_logprobs.detach())
+        return layout.to_tokens(bounded(sequence_means(log_ratio, counts, layout))).expand(log_ratio.shape)
+    mean = layout.to_tokens(bounded(sequence_means(log_ratio.detach(), counts, layout)))
+    return mean + (log_ratio - log_ratio.detach())

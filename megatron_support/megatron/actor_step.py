@@ -16,7 +16,7 @@ from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.faults import check_rollouts, raise_faults
-from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.model import ModelParts
@@ -107,6 +107,7 @@ class ActorStep:
                 weights and the optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
+        rollouts = with_support_mode(rollouts, self.config.logprobs)
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
         with clock.phase("reference"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.model import ModelParts, evaluating, model_forward
 from megatron_support.megatron.schedule import run_schedule
@@ -55,6 +56,7 @@ def compute_logprobs(
         logprobs: chunking and ties.
     """
     logprobs = logprobs or LogprobConfig()
+    rollouts = with_support_mode(rollouts, logprobs)
     minibatch = prepare_minibatch(
         rollouts,
         microbatch=microbatch,
@@ -82,6 +84,22 @@ def compute_logprobs(
         columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
     filtered, unfiltered = _everywhere(columns[:, :total].contiguous(), groups).cpu()
     return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
+
+
+def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> RolloutBatch:
+    """The batch with the sampler's kept sets where they are to be replayed, and without them elsewhere.
+
+    Raises:
+        ConfigurationError: replay, and the batch has filters but no kept sets.
+    """
+    if logprobs.support == "recompute":
+        return rollouts.with_columns(support=None)
+    if rollouts.support is None and bool(rollouts.filtering.any()):
+        raise ConfigurationError(
+            "logprobs.support replay needs rollouts with the sampler's kept sets, got none; have the engine export "
+            "them, or use recompute"
+        )
+    return rollouts
 
 
 def batch_logprobs(

@@ -3,5 +3,6 @@
 from megatron_support.support.api import support_logprobs
 from megatron_support.support.comparison import compare_supports
 from megatron_support.support.full_vocabulary import previous_logprobs, token_logprobs
+from megatron_support.support.fused_head import fused_support_logprobs
 
-__all__ = ["compare_supports", "previous_logprobs", "support_logprobs", "token_logprobs"]
+__all__ = ["compare_supports", "fused_support_logprobs", "previous_logprobs", "support_logprobs", "token_logprobs"]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_support.support.arguments import (
-    Ties,
-    build_rows,
-    check_arguments,
-    check_inplace,
-    check_targets,
-    resolve_filters,
+from megatron_support.support.arguments import Ties, build_rows, check_arguments, check_inplace, check_targets
+from megatron_support.support.backward import write_gradient
+from megatron_support.support.evaluation import (
+    DifferentiableOnce,
+    Request,
+    as_token_logprobs,
+    empty_outputs,
+    evaluate,
+    row_outputs,
+    row_upstream,
 )
-from megatron_support.support.backward import Upstream, write_gradient
-from megatron_support.support.engine import Support, find_support, replay_support
 from megatron_support.support.replay import check_support
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.types import RolloutSupport, SamplingParams, TokenLogprobs
@@ -71,143 +70,50 @@ def support_logprobs(
     logits = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
     shard = VocabularyShard.of(logits.shape[1], vocab_size, tp_group)
     flat = targets.reshape(-1)
-    wanted = flat >= 0
     check_targets(flat, shard)
     if support is not None:
         check_support(support, targets, shard.size)
     if inplace_backward:
         check_inplace(vocab_parallel_logits)
-    request = _Request(
-        shard=shard,
-        sampling=sampling,
-        entropy=entropy,
-        replayed=support,
-        index_ties=ties == "index",
-        chunk_size=chunk_size,
-        inplace=inplace_backward,
-        differentiable=torch.is_grad_enabled() and logits.requires_grad,
-    )
-    filtered, unfiltered, entropies = _SupportLogprobs.apply(logits, flat, wanted, request)
-    if filtered is None:
-        filtered = unfiltered
-    return TokenLogprobs(
-        filtered=filtered.view(targets.shape),
-        unfiltered=unfiltered.view(targets.shape),
-        entropy=None if entropies is None else entropies.view(targets.shape),
-        in_support=(filtered.detach() != -torch.inf).view(targets.shape),
-    )
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What is asked for, besides tensors of the graph."""
-
-    shard: VocabularyShard
-    sampling: SamplingParams
-    replayed: RolloutSupport | None
-    entropy: bool
-    index_ties: bool
-    chunk_size: int | None
-    inplace: bool
-    differentiable: bool
+    request = Request(shard, sampling, support, entropy, ties == "index", chunk_size)
+    differentiable = torch.is_grad_enabled() and logits.requires_grad
+    outputs = _SupportLogprobs.apply(logits, flat, request, differentiable, inplace_backward)
+    return as_token_logprobs(outputs, targets.shape)
 
 
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, wanted: Tensor, request: _Request):
-        rows = build_rows(logits, wanted, request.sampling, request.shard, request.chunk_size)
-        shard, replayed = request.shard, request.replayed
-        filters = None
-        if replayed is None:
-            filters = resolve_filters(request.sampling, rows.index, shard, index_ties=request.index_ties)
-        targets = targets[rows.index]
-        out_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        outputs = _empty_outputs(wanted, filters is not None or replayed is not None, request.entropy, out_dtype)
+    def forward(ctx, logits: Tensor, targets: Tensor, request: Request, differentiable: bool, inplace: bool):
+        rows = build_rows(logits, targets >= 0, request.sampling, request.shard, request.chunk_size)
+        wanted = targets[rows.index]
+        outputs = empty_outputs(targets, request, rows.dtype)
         if rows.index.numel():
-            if replayed is not None:
-                support = replay_support(rows, targets, shard, replayed, entropy=request.entropy)
-            else:
-                support = find_support(
-                    rows, targets, shard, filters, entropy=request.entropy, listed=request.differentiable
-                )
-            _write_outputs(outputs, rows.index, support, out_dtype)
-            if request.differentiable:
+            support = evaluate(rows, wanted, request, differentiable=differentiable)
+            for whole, part in zip(outputs, row_outputs(support, request), strict=True):
+                if whole is not None and part is not None:
+                    whole[rows.index] = part
+            if differentiable:
                 ctx.support = support
         ctx.set_materialize_grads(False)
-        if request.differentiable:
+        if differentiable:
             ctx.save_for_backward(logits, targets, rows.index)
-            ctx.request, ctx.temperature = request, rows.temperature
+            ctx.request, ctx.inplace = request, inplace
         return outputs
 
     @staticmethod
-    def backward(ctx, grad_filtered: Tensor | None, grad_unfiltered: Tensor | None, grad_entropy: Tensor | None):
+    def backward(ctx, *grads: Tensor | None):
         logits, targets, index = ctx.saved_tensors
         with torch.no_grad():
-            gradient = _gradient(ctx, logits, targets, index, (grad_filtered, grad_unfiltered, grad_entropy))
+            gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+            if index.numel() == 0 or all(grad is None for grad in grads):
+                gradient.zero_()
+            else:
+                request: Request = ctx.request
+                rows = build_rows(logits, targets >= 0, request.sampling, request.shard, request.chunk_size)
+                upstream = row_upstream(ctx.support, rows.temperature, [None if g is None else g[index] for g in grads])
+                width = request.shard.width
+                write_gradient(rows, ctx.support, targets[index], upstream, request.shard, gradient[:, :width])
+                gradient[:, width:].zero_()
         if torch.is_grad_enabled():
-            gradient = _DifferentiableOnce.apply(gradient, logits, grad_filtered, grad_unfiltered, grad_entropy)
-        return gradient, None, None, None
-
-
-def _gradient(ctx, logits: Tensor, targets: Tensor, index: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor:
-    request: _Request = ctx.request
-    gradient = logits.detach() if request.inplace else torch.empty_like(logits)
-    if index.numel() == 0 or all(g is None for g in upstream):
-        return gradient.zero_()
-    support: Support = ctx.support
-    wanted = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-    wanted[index] = True
-    rows = build_rows(logits, wanted, request.sampling, request.shard, request.chunk_size)
-
-    def of_rows(grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        grad = grad[index].to(rows.dtype)
-        return grad if rows.temperature is None else grad / rows.temperature.squeeze(1)
-
-    filtered, unfiltered, entropy = (of_rows(grad) for grad in upstream)
-    if filtered is not None:
-        filtered = torch.where(support.target_kept, filtered, 0.0)
-    width = request.shard.width
-    write_gradient(rows, support, targets, Upstream(filtered, unfiltered, entropy), request.shard, gradient[:, :width])
-    gradient[:, width:].zero_()
-    return gradient
-
-
-class _DifferentiableOnce(torch.autograd.Function):
-    """The gradient as it is; asking for its own gradient is an error, where autograd alone would silently give none."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, *inputs: Tensor | None) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        raise RuntimeError(
-            "support_logprobs is differentiable once: its backward pass recomputes from saved scalars and has no "
-            "derivative of its own; use torch.log_softmax for second derivatives"
-        )
-
-
-def _empty_outputs(
-    wanted: Tensor, filtered: bool, entropy: bool, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    def zeros() -> Tensor:
-        return torch.zeros(wanted.shape, dtype=dtype, device=wanted.device)
-
-    return (zeros() if filtered else None), zeros(), (zeros() if entropy else None)
-
-
-def _write_outputs(
-    outputs: tuple[Tensor | None, Tensor, Tensor | None], index: Tensor, support: Support, dtype: torch.dtype
-) -> None:
-    filtered, unfiltered, entropy = outputs
-    # the differences of logits first: adding the maximum to a logarithm would round it
-    shifted = support.target_logit.double() - support.maximum.double()
-    unfiltered[index] = (shifted - support.normalizer.log()).to(dtype)
-    if filtered is not None:
-        kept = (shifted - support.log_kept).masked_fill(~support.target_kept, -torch.inf)
-        # a row that holds a NaN is at fault, not outside its support
-        filtered[index] = torch.where(torch.isnan(support.normalizer), support.normalizer, kept).to(dtype)
-    if entropy is not None and support.entropy is not None:
-        entropy[index] = support.entropy.to(dtype)
+            gradient = DifferentiableOnce.apply(gradient, logits, *grads)
+        return gradient, None, None, None, None

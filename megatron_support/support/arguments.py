@@ -77,18 +77,22 @@ def build_rows(
     """The rows of ``logits [T, V/TP]`` where ``wanted [T]`` is true."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     index = wanted.nonzero().flatten()
-    temperature = _per_row(sampling.temperature, index, dtype)
-    if not isinstance(sampling.temperature, Tensor):
-        temperature = temperature[:1]
-    plain = not isinstance(sampling.temperature, Tensor) and sampling.temperature == 1.0
     return Rows(
         logits=logits[:, : shard.width],
         index=index,
         chunks=split_rows(wanted, shard.width, chunk_size),
-        temperature=None if plain else temperature[:, None],
+        temperature=row_temperature(sampling, index, dtype),
         dtype=dtype,
         workspace=Workspace(logits.device),
     )
+
+
+def row_temperature(sampling: SamplingParams, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``[A, 1]`` of rows ``index [A]``, or ``[1, 1]`` for all alike; None where it is 1."""
+    value = sampling.temperature
+    if isinstance(value, Tensor):
+        return _per_row(value, index, dtype)[:, None]
+    return None if value == 1.0 else torch.full((1, 1), value, dtype=dtype, device=index.device)
 
 
 def resolve_filters(

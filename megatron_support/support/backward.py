@@ -55,9 +55,10 @@ def write_gradient(
     wanted = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
     wanted[rows.index] = upstream.nonzero()
     dense = wanted
-    if support.listed is not None and upstream.unfiltered is None and upstream.entropy is None:
+    listed = is_sparse(support, upstream)
+    if listed is not None:
         sparse = torch.zeros_like(wanted)
-        sparse[rows.index] = support.listed
+        sparse[rows.index] = listed
         dense = wanted & ~sparse
     entry = torch.zeros(out.shape[0], dtype=torch.int64, device=out.device)
     entry[rows.index] = torch.arange(rows.index.numel(), device=out.device)
@@ -74,7 +75,8 @@ def write_gradient(
         _dense(rows, placed, support, weights, column, at_target, shard, out)
     if dense is not wanted:
         entries = (wanted & ~dense)[rows.index].nonzero().flatten()
-        _sparse(rows, entries, support, weights, targets, shard, out)
+        found = sparse_gradient(support, entries, targets, upstream, shard)
+        out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
 
 
 @dataclass(frozen=True)
@@ -153,23 +155,44 @@ def _dense(
         target.copy_(gradient)
 
 
-def _sparse(
-    rows: Rows,
-    entries: Tensor,
-    support: Support,
-    weights: _Weights,
-    targets: Tensor,
-    shard: VocabularyShard,
-    out: Tensor,
-) -> None:
-    """Write the listed kept logits of rows that are zero so far."""
-    assert support.candidates is not None and support.candidates.columns is not None and weights.kept is not None
+@dataclass(frozen=True)
+class SparseGradient:
+    """The nonzero gradients of some rows; a place occurs once."""
+
+    entry: Tensor
+    """int64 ``[N]``, which of the rows worked on."""
+
+    column: Tensor
+    """int64 ``[N]``, column of this rank's logits."""
+
+    value: Tensor
+    """``[N]``, in the compute dtype."""
+
+
+def is_sparse(support: Support, upstream: Upstream) -> Tensor | None:
+    """bool ``[A]``, rows whose gradient is zero but for their listed kept logits; None where none is."""
+    if support.listed is None or upstream.unfiltered is not None or upstream.entropy is not None:
+        return None
+    return support.listed
+
+
+def sparse_gradient(
+    support: Support, entries: Tensor, targets: Tensor, upstream: Upstream, shard: VocabularyShard
+) -> SparseGradient:
+    """The gradient of rows ``entries [R]``, all of them sparse, without reading their logits.
+
+    Args:
+        targets: int64 ``[A]``, global ids.
+    """
+    assert support.candidates is not None and support.candidates.columns is not None
     values, columns = support.candidates.values[entries], support.candidates.columns[entries]
     kept = support.keeps(values, entries[:, None], columns + shard.start)
+    weights = _Weights.of(support, upstream)
+    assert weights.kept is not None
     mass = (values - support.maximum[entries, None]).exp() * weights.kept[entries, None]
-    gradient = mass + torch.where(columns + shard.start == targets[entries, None], weights.target[entries, None], 0.0)
-    row = rows.index[entries, None].expand_as(columns)[kept]
-    out.index_put_((row, columns[kept]), gradient[kept].to(out.dtype))
+    hit = columns + shard.start == targets[entries, None]
+    gradient = mass + torch.where(hit, weights.target[entries, None], 0.0)
+    return SparseGradient(entries[:, None].expand_as(columns)[kept], columns[kept], gradient[kept])
 
 
 def _write_replayed(

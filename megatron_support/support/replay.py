@@ -90,6 +90,15 @@ def _raise_at(wrong: Tensor, targets: Tensor, message: str) -> None:
     )
 
 
+def take_sets(support: RolloutSupport, tokens: Tensor) -> RolloutSupport:
+    """The sets of some tokens ``[n]``, in that order."""
+    lengths = support.offsets.diff()[tokens]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    within = torch.arange(int(offsets[-1]), device=lengths.device) - torch.repeat_interleave(offsets[:-1], lengths)
+    places = torch.repeat_interleave(support.offsets[:-1][tokens], lengths) + within
+    return RolloutSupport(support.token_ids[places], offsets)
+
+
 def local_sets(support: RolloutSupport, index: Tensor, shard: VocabularyShard) -> ReplayedSets:
     """The sets of rows ``index [A]``, restricted to the columns of this rank."""
     count = support.offsets.numel() - 1

@@ -76,4 +76,11 @@ def _source(checked: CheckedRecipe, model: ModelParts, groups: ParallelGroups, o
         max_tokens=microbatch.max_tokens_forward or microbatch.max_tokens,
         transformer_impl=recipe.model.transformer_impl,
     )
-    return SamplerSource(checked.task, sampler, rollouts, seed=recipe.seed, on_phase=on_phase)
+    return SamplerSource(
+        checked.task,
+        sampler,
+        rollouts,
+        seed=recipe.seed,
+        record_support=recipe.logprobs.support == "replay",
+        on_phase=on_phase,
+    )

@@ -8,6 +8,7 @@ import torch
 
 from megatron_support.config.recipe import Architecture, FileRollouts, Recipe, SamplerRollouts
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.forward import with_support_mode
 from megatron_support.megatron.minibatch import token_multiples
 from megatron_support.megatron.parallel import validate_layout
 from megatron_support.megatron.weights import model_architecture
@@ -46,6 +47,7 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
     task: Task | None = None
     if isinstance(recipe.rollouts, FileRollouts):
         rollouts = _read(recipe.rollouts, architecture)
+        with_support_mode(rollouts, recipe.logprobs)
         lengths, names = rollouts.lengths, rollouts.sample_ids
     else:
         task = get_task(recipe.rollouts.task)

@@ -48,6 +48,7 @@ class SamplerSource:
         sampler: refreshed before each step, so that responses come from the present weights.
         config: counts and sampling parameters.
         seed: of prompts and draws.
+        record_support: whether the sampler's kept sets go along, for a trainer that replays them.
         on_phase: called as ``("sampling", 0, 1)`` before the model starts.
     """
 
@@ -58,12 +59,14 @@ class SamplerSource:
         config: SamplerRollouts,
         *,
         seed: int,
+        record_support: bool = False,
         on_phase: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
         self._task = task
         self._sampler = sampler
         self._config = config
         self._seed = seed
+        self._record_support = record_support
         self._on_phase = on_phase
 
     def rollouts(self, step: int) -> RolloutBatch:
@@ -78,7 +81,7 @@ class SamplerSource:
             max_new_tokens=config.max_new_tokens,
             eos=self._task.eos,
             seed=_step_seed(self._seed, step),
-            record_support=config.record_support,
+            record_support=self._record_support,
         )
         return make_rollouts(self._task, prompts, responses, config, step=step)
 
@@ -113,17 +116,18 @@ def make_rollouts(
         top_k=torch.full((count,), sampling.top_k or 0),
         top_p=torch.full((count,), sampling.top_p),
         sample_ids=tuple(f"{step}-{row // group}-{row % group}" for row in range(count)),
-        support=_support(pairs) if config.record_support else None,
+        support=_support(pairs),
         prompts=tuple(task.decode(prompt) for prompt in prompts),
         responses=tuple(task.decode(response.tokens) for response in responses),
         generation_logprobs=torch.tensor(logprobs),
     )
 
 
-def _support(pairs: list[tuple[list[int], Response]]) -> RolloutSupport:
+def _support(pairs: list[tuple[list[int], Response]]) -> RolloutSupport | None:
     sets: list[tuple[int, ...]] = []
     for prompt, response in pairs:
-        assert response.kept is not None
+        if response.kept is None:
+            return None
         sets += [()] * len(prompt) + list(response.kept)
     sizes = torch.tensor([len(kept) for kept in sets])
     token_ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int64)

@@ -9,17 +9,22 @@ from pathlib import Path
 
 from megatron_support.config.recipe import Weights
 from megatron_support.megatron.weights.gguf import read_gguf_tokens
-from megatron_support.training.tasks import BOS, EOS, PAD, Task
-
-_SPECIAL = {PAD: "<pad>", BOS: "<bos>", EOS: "<eos>"}
+from megatron_support.training.tasks import Task
 
 
 def token_text(weights: Weights, task: Task | None) -> Callable[[int], str]:
-    """A function from token id to readable text, quoted; the empty string where the text is not known."""
+    """A function from token id to readable text, quoted; the empty string where there is none."""
     if task is not None:
-        return lambda token: _SPECIAL.get(token) or repr(task.decode([token]))
+        return lambda token: _task_text(task, token)
     names = _vocabulary(weights)
     return lambda token: repr(_readable(names[token])) if token in names else ""
+
+
+def _task_text(task: Task, token: int) -> str:
+    if token == task.eos:
+        return "<eos>"
+    text = task.decode([token])
+    return repr(text) if text and "\ufffd" not in text else ""  # a byte of a longer character is no text
 
 
 def _vocabulary(weights: Weights) -> dict[int, str]:

@@ -84,6 +84,7 @@ def expect_refusal(folder: Path, arguments: list[str], parts: list[str], world: 
 def folder(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     (tmp_path / "rollouts.jsonl").write_text("\n".join([row(), row(id="0-1"), row(id="0-2")]) + "\n")
+    (tmp_path / "folder.jsonl").mkdir()
     return tmp_path
 
 
@@ -96,8 +97,15 @@ BAD_ROWS = {
     "token outside the vocabulary": (row(tokens=[97, 98, 99, 100, 259]), ["tokens", "259"]),
     "negative token": (row(tokens=[97, 98, 99, 100, -1]), ["tokens", "-1"]),
     "no response token": (row(response_mask=[0, 0, 0, 0, 0]), ["response_mask"]),
-    "missing generation log-probability": (row(generation_logprobs=[0.0, 0.0, -1.0, None, -1.0]), ["generation_logprobs"]),
-    "generation log-probability NaN": (row(generation_logprobs=[0.0, 0.0, -1.0, float("nan"), -1.0]), ["generation_logprobs"]),
+    "missing generation log-probability": (
+        row(generation_logprobs=[0.0, 0.0, -1.0, None, -1.0]),
+        ["generation_logprobs"],
+    ),
+    "no generation log-probabilities": (without("generation_logprobs"), ["generation_logprobs: required and missing"]),
+    "generation log-probability NaN": (
+        row(generation_logprobs=[0.0, 0.0, -1.0, float("nan"), -1.0]),
+        ["generation_logprobs"],
+    ),
     "no sampling parameters": (without("sampling"), ["sampling"]),
     "top_p out of range": (row(sampling={"temperature": 1.0, "top_k": 8, "top_p": 1.5}), ["top_p", "1.5"]),
     "reward missing": (without("reward"), ["reward"]),
@@ -112,24 +120,33 @@ BAD_ROWS = {
 def test_a_bad_row_is_named_by_file_and_line(case, folder):
     line, parts = BAD_ROWS[case]
     (folder / "rollouts.jsonl").write_text("\n".join([row(), row(id="0-1"), line]) + "\n")
-    expect_refusal(folder, ["train", "recipe.yaml"], ["rollouts.jsonl", "line 3", *parts])
-
-
-def test_generation_log_probabilities_left_out(folder):
-    """The field may be absent where no term of the loss reads it; the mismatch correction does."""
-    (folder / "rollouts.jsonl").write_text("\n".join([row(), without("generation_logprobs")]) + "\n")
-    expect_refusal(folder, ["train", "recipe.yaml", "loss.correction={type: full}"], ["generation_logprobs"])
+    expect_refusal(folder, ["train", "recipe.yaml"], ["rollouts.jsonl:3: ", *parts])
 
 
 # overrides of the recipe, parts of the message
 BAD_RECIPES = {
     "no such file": (["rollouts.paths=[gone.jsonl]"], ["gone.jsonl"]),
-    "unreadable file": (["rollouts.paths=[.]"], []),
-    "more rows than there are": (["rollouts.sequences_per_step=4"], ["sequences_per_step must be <= the 3 rows", "got 4", "lower it"]),
-    "too many tokens for a microbatch": (["train.microbatch.max_tokens=4"], ["max_tokens=4", "0-0 (5 tokens)", "raise train.microbatch.max_tokens"]),
-    "too many tokens for the model": (["model.architecture.max_sequence_length=4"], ["max_sequence_length = 4", "got 5"]),
-    "world not divisible": (["parallel.pipeline=2"], ["2 x 2 x 1 = 4 must divide the number of ranks, got 2", "torchrun --nproc-per-node 4"]),
-    "TP does not divide the heads": (["model.architecture.num_attention_heads=1"], ["parallel.tensor must divide", "num_attention_heads 1", "got 2"]),
+    "unreadable file": (["rollouts.paths=[folder.jsonl]"], ["folder.jsonl: cannot read it"]),
+    "more rows than there are": (
+        ["rollouts.sequences_per_step=4"],
+        ["sequences_per_step must be <= the 3 rows", "got 4", "lower it"],
+    ),
+    "too many tokens for a microbatch": (
+        ["train.microbatch.max_tokens=4"],
+        ["max_tokens=4", "0-0 (5 tokens)", "raise train.microbatch.max_tokens"],
+    ),
+    "too many tokens for the model": (
+        ["model.architecture.max_sequence_length=4"],
+        ["max_sequence_length = 4", "got 5"],
+    ),
+    "world not divisible": (
+        ["parallel.pipeline=2"],
+        ["2 x 2 x 1 = 4 must divide the number of ranks, got 2", "torchrun --nproc-per-node 4"],
+    ),
+    "TP does not divide the heads": (
+        ["model.architecture.num_attention_heads=1"],
+        ["parallel.tensor must divide", "num_attention_heads 1", "got 2"],
+    ),
     "PP does not divide the layers": (
         ["parallel.tensor=1", "parallel.pipeline=2", "model.architecture.num_layers=3"],
         ["parallel.pipeline must divide", "num_layers 3", "got 2"],
@@ -143,8 +160,15 @@ BAD_RECIPES = {
         ["optimizer.schedule={type: cosine, warmup_steps: 9}"],
         ["optimizer.schedule.warmup_steps must be below", "got 9"],
     ),
+    "nothing to replay": (
+        ["logprobs.support=replay"],
+        ["logprobs.support replay needs rollouts with the sampler's kept sets"],
+    ),
     "no GPU": (["device=cuda"], ["device must be auto or cpu", "got 'cuda'"]),
-    "run_dir in a file": (["logging.run_dir=recipe.yaml/runs"], ["logging.run_dir must be a folder", "recipe.yaml is a file"]),
+    "run_dir in a file": (
+        ["logging.run_dir=recipe.yaml/runs"],
+        ["logging.run_dir must be a folder", "recipe.yaml is a file"],
+    ),
     "no such task": (
         ["rollouts={type: sampler, task: sorte, prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 4}"],
         ["rollouts.task must be a registered task, got 'sorte'; did you mean 'sort'?"],
@@ -160,7 +184,7 @@ BAD_RECIPES = {
         ["rollouts={type: sampler, task: sort, prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 40}"],
         ["max_sequence_length = 32", "got 46"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_RECIPES)
@@ -185,7 +209,9 @@ def test_validate_says_what_it_found(folder):
 
 
 def test_validate_takes_the_number_of_ranks(folder):
-    expect_refusal(folder, ["validate", "recipe.yaml", "--ranks", "3"], ["must divide the number of ranks, got 3"], world=1)
+    expect_refusal(
+        folder, ["validate", "recipe.yaml", "--ranks", "3"], ["must divide the number of ranks, got 3"], world=1
+    )
 
 
 def test_doctor_names_versions_and_what_is_in_use(folder):

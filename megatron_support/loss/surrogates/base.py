@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_support.config.loss import BUILT_IN_SURROGATES, declare_surrogate
 from megatron_support.errors import ConfigurationError
+from megatron_support.loss.masks import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,24 @@ class SurrogateInputs:
     """log p - log p_prev of the token or of its sequence (ratio_level), in [-20, 20]; carries gradient."""
     ratio: Tensor
     """exp(log_ratio); carries gradient."""
-    curr_logprobs: Tensor
-    """log p of the token; carries gradient."""
-    prev_logprobs: Tensor
-    """log p_prev of the token; no gradient."""
     advantages: Tensor
-    mask: Tensor
-    """bool, tokens that take part."""
+    selection: Selection
+    """Keeps values of tokens that take part; ``selection.mask`` is that mask."""
+    raw_curr_logprobs: Tensor
+    raw_prev_logprobs: Tensor
     sequence_mean: Callable[[Tensor], Tensor]
     """Mean over the surviving tokens of each sequence, seen by each of its tokens; differentiable, and right under
     context parallelism. Its argument must be 0 where the mask is False."""
+
+    @property
+    def curr_logprobs(self) -> Tensor:
+        """log p of the token; carries gradient. Selected on each access."""
+        return self.selection(self.raw_curr_logprobs)
+
+    @property
+    def prev_logprobs(self) -> Tensor:
+        """log p_prev of the token; no gradient. Selected on each access."""
+        return self.selection(self.raw_prev_logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +52,8 @@ class SurrogateOutput:
     """Per token; ignored where the mask is False."""
     ratio: Tensor
     """What the loss is linear in before clipping: the ratio, or the log-probability. Reported only."""
-    clipped_ratio: Tensor | None = None
-    """The same after clipping; None for no clipping."""
+    window: tuple[float, float] | None = None
+    """The bounds that clip ``ratio``; None for no clipping."""
     clipped: Tensor | None = None
     """bool, tokens whose gradient a clip removed or whose ratio it changed."""
     bounded: Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_support.loss.masks import select
@@ -30,7 +32,11 @@ def ppo_clip(
         bounded = (advantages < 0) & (selected.detach() > dual_clip)
         selected = torch.where(bounded, dual_clip, selected)
     return SurrogateOutput(
-        loss=selected * -advantages, ratio=plain, clipped_ratio=bounded_ratio, clipped=clipped, bounded=bounded
+        loss=selected * -advantages,
+        ratio=plain,
+        window=(1 - clip_low, 1 + clip_high),
+        clipped=clipped,
+        bounded=bounded,
     )
 
 
@@ -43,7 +49,7 @@ def cispo(inputs: SurrogateInputs, *, clip_low: float, clip_high: float) -> Surr
     ratio = inputs.ratio.detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = inputs.curr_logprobs * (-bounded * inputs.advantages)
-    return SurrogateOutput(loss=loss, ratio=ratio, clipped_ratio=bounded, clipped=ratio != bounded)
+    return SurrogateOutput(loss=loss, ratio=ratio, window=(1 - clip_low, 1 + clip_high), clipped=ratio != bounded)
 
 
 @register_surrogate("on_policy")
@@ -83,6 +89,6 @@ def gmpo(inputs: SurrogateInputs, *, clip_low: float, clip_high: float) -> Surro
     return SurrogateOutput(
         loss=loss.expand(log_ratio.shape),
         ratio=inputs.ratio.detach(),
-        clipped_ratio=bounded.exp(),
+        window=(math.exp(-clip_low), math.exp(clip_high)),
         clipped=(plain != bounded) & (advantages != 0),
     )

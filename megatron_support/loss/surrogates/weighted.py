@@ -14,7 +14,8 @@ def reinforce(inputs: SurrogateInputs) -> SurrogateOutput:
 
     Formula: ``-A log p``. Williams 1992; for RLOO: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    return SurrogateOutput(loss=inputs.curr_logprobs * -inputs.advantages, ratio=inputs.curr_logprobs.detach())
+    curr_logprobs = inputs.curr_logprobs
+    return SurrogateOutput(loss=curr_logprobs * -inputs.advantages, ratio=curr_logprobs.detach())
 
 
 @register_surrogate("topr")
@@ -31,7 +32,7 @@ def topr(inputs: SurrogateInputs) -> SurrogateOutput:
     return SurrogateOutput(
         loss=inputs.curr_logprobs * (-weight * inputs.advantages),
         ratio=ratio,
-        clipped_ratio=bounded,
+        window=(0.0, 1.0),
         clipped=negative & (ratio > 1),
     )
 
@@ -82,7 +83,7 @@ def _trusted(inputs: SurrogateInputs, trusted: Tensor, ratio_cap: float) -> Surr
     return SurrogateOutput(
         loss=inputs.curr_logprobs * (-weight * inputs.advantages),
         ratio=ratio,
-        clipped_ratio=capped,
+        window=(0.0, ratio_cap),
         clipped=~trusted,
         bounded=trusted & (ratio > ratio_cap),
     )
