@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_support import __version__
-from megatron_support.errors import ConfigurationError, LogprobFault, RolloutError
+from megatron_support.errors import ConfigurationError, Fault, RolloutError
 
 BAD_INPUT = 2
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _be_quiet()
     try:
         return options.command(options)
-    except (ConfigurationError, RolloutError, LogprobFault) as error:
+    except (ConfigurationError, RolloutError, Fault) as error:
         if _speaks():
             sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT

@@ -11,8 +11,13 @@ class RolloutError(ValueError):
     """Rollout data breaks a rule: a file, line and field, or a sample and a token, is at fault."""
 
 
-class LogprobFault(ValueError):
-    """A log-probability that must be finite is not (DESIGN decision 2).
+class Fault(ValueError):
+    """A number that must be finite is not. Raised on every rank with the same message, before the optimizer step."""
 
-    Raised on every rank with the same message, before the optimizer step.
-    """
+
+class LogprobFault(Fault):
+    """A log-probability is not finite where it must be."""
+
+
+class GradientFault(Fault):
+    """The gradient is not finite although every log-probability is."""

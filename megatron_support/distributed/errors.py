@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_support.errors import ConfigurationError, LogprobFault, RolloutError
+from megatron_support.errors import ConfigurationError, GradientFault, LogprobFault, RolloutError
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ConfigurationError, LogprobFault, RolloutError, ValueError, RuntimeError)
+    kind.__name__: kind
+    for kind in (ConfigurationError, GradientFault, LogprobFault, RolloutError, ValueError, RuntimeError)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_support.advantages import grpo_advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.errors import ConfigurationError
+from megatron_support.errors import ConfigurationError, GradientFault
 from megatron_support.megatron.faults import check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
@@ -103,8 +104,8 @@ class ActorStep:
 
         Raises:
             RolloutError: a sequence is longer than the token budget.
-            LogprobFault: a log-probability is not finite where it must be, on every rank with the same message. The
-                weights and the optimizer are as they were before the minibatch in which it was found.
+            Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
+                message. Weights and optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
         rollouts = with_support_mode(rollouts, self.config.logprobs)
@@ -203,12 +204,24 @@ class ActorStep:
             value /= outcome.survivors or loss.rollout_count or 1
         return outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
 
+    def _finite_grad_norm(self) -> float:
+        """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise GradientFault(
+                f"the gradient norm must be finite, got {norm} although every log-probability is finite; nothing was "
+                "updated: check activations and the backward pass, or lower the learning rate"
+            )
+        return norm
+
     def _apply(self, valid_tokens: int) -> MetricSet:
         """The optimizer step, skipped (and counted) where no rank holds a valid token."""
         rate = max(group["lr"] for group in self.optimizer.param_groups)
         applied, grad_norm = False, 0.0
         if valid_tokens > 0:
-            applied, grad_norm, _ = self.optimizer.step()
+            grad_norm = self._finite_grad_norm()
+            applied, _, _ = self.optimizer.step()
         if applied and self.scheduler is not None:
             self.scheduler.step(increment=1)
         return MetricSet(

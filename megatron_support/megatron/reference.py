@@ -26,13 +26,28 @@ class HostWeights:
 
     @contextmanager
     def swapped_into(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Run a block with these weights in the model; the model's own return afterwards, also after an exception."""
-        current = HostWeights(chunks)
+        """Run a block with these weights in the model; the model's own return afterwards, also after an exception.
+
+        Tensors change places one by one, so this needs the memory of the largest of them and no second copy. Inside the
+        block this object holds the model's weights: it cannot be entered twice.
+        """
+        pairs = list(zip(_tensors(chunks), self._tensors, strict=True))
+        swapped = 0
         try:
-            self.copy_to(chunks)
+            for target, source in pairs:
+                _exchange(target, source)
+                swapped += 1
             yield
         finally:
-            current.copy_to(chunks)
+            for target, source in pairs[:swapped]:
+                _exchange(target, source)
+
+
+@torch.no_grad()
+def _exchange(target: Tensor, source: Tensor) -> None:
+    current = target.clone()
+    target.copy_(source)
+    source.copy_(current)
 
 
 def _tensors(chunks: Sequence[nn.Module]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_support.support import kernels
 from megatron_support.support.engine import Support
 from megatron_support.support.replay import ReplayedSets
 from megatron_support.support.rows import LOG2_E, Chunk, Rows, exponentials, shift, split_rows
@@ -52,6 +53,9 @@ def write_gradient(
     if support.sets is not None:
         _write_replayed(rows, support, support.sets, targets, upstream, shard, out)
         return
+    if kernels.usable(rows.logits, rows.dtype):
+        _write_fused(rows, support, targets, upstream, shard, out)
+        return
     wanted = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
     wanted[rows.index] = upstream.nonzero()
     dense = wanted
@@ -77,6 +81,35 @@ def write_gradient(
         entries = (wanted & ~dense)[rows.index].nonzero().flatten()
         found = sparse_gradient(support, entries, targets, upstream, shard)
         out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
+
+
+def _write_fused(
+    rows: Rows, support: Support, targets: Tensor, upstream: Upstream, shard: VocabularyShard, out: Tensor
+) -> None:
+    """:func:`write_gradient` by one kernel over all rows."""
+    from megatron_support.support.kernels.row_kernels import row_gradient
+
+    untouched = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
+    untouched[rows.index] = False
+    for chunk in split_rows(untouched, rows.columns):
+        out[chunk.rows].zero_()
+    weights = _Weights.of(support, upstream)
+    row_gradient(
+        rows.logits,
+        out,
+        rows.index,
+        rows.temperatures(),
+        support.maximum,
+        support.threshold,
+        None if support.last_tie is None else support.last_tie - shard.start,
+        kept=weights.kept,
+        everywhere=weights.all,
+        entropy=weights.entropy,
+        offset=weights.offset,
+        target_column=targets - shard.start,
+        target_weight=weights.target,
+        wanted=upstream.nonzero(),
+    )
 
 
 @dataclass(frozen=True)

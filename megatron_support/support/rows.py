@@ -111,6 +111,12 @@ class Rows:
             return torch.div(block, temperature, out=out)
         return out.copy_(block).div_(temperature)
 
+    def temperatures(self) -> Tensor | None:
+        """``[A]``; None where it is 1 for all rows."""
+        if self.temperature is None:
+            return None
+        return self.temperature.squeeze(1).expand(self.index.numel()).contiguous()
+
     def singly(self, entries: Tensor) -> list[Chunk]:
         """One chunk for each of a few scattered entries ``[R]``."""
         rows = self.index[entries].tolist()

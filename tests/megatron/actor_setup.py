@@ -66,6 +66,7 @@ def make_step(
     loss: dict | None = None,
     microbatch: dict | None = None,
     optimizer: dict | None = None,
+    per_token: bool = False,
     **step: object,
 ) -> ActorStep:
     """Host, groups, model, optimizer and reference for this rank; torch.distributed is up already."""
@@ -73,10 +74,11 @@ def make_step(
     layout = ParallelConfig.from_dict(parallel or {})
     groups = initialize_parallel(layout)
     model = wrap_ddp(
-        build_model(ModelConfig.from_dict(MODEL), layout, groups, seed=7),
+        build_model(ModelConfig.from_dict(MODEL), layout, groups, seed=7, calculate_per_token_loss=per_token),
         distributed_optimizer=bool((optimizer or {}).get("distributed", False)),
     )
-    settings = OptimizerSettings.from_dict({"lr": 1e-2, "clip_grad": 1.0, **(optimizer or {})})
+    # a large eps: Adam divides a gradient that is all rounding by itself, which no layout could agree on
+    settings = OptimizerSettings.from_dict({"lr": 1e-2, "eps": 1e-3, "clip_grad": 1.0, **(optimizer or {})})
     built, scheduler = build_optimizer(settings, model.chunks, total_steps=10)
     config = ActorStepConfig.from_dict(
         {"loss": loss or KL_GSPO, "microbatch": microbatch or {"max_tokens": 64}, "minibatches": 2, **step}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.megatron.actor_setup import make_rollouts, make_step
+from tests.megatron.actor_setup import KL_GSPO, make_rollouts, make_step
 from tests.ranks import run_ranks
 
 STEPS = 2
@@ -56,3 +56,32 @@ def test_rollouts_hold_tokens_outside_the_support(one_process):
     history, previous = one_process
     assert torch.isneginf(previous).sum() > 10
     assert history[0]["policy_support_excluded_tokens"] >= torch.isneginf(previous).sum()
+
+
+SURVIVORS = {
+    "tokens": KL_GSPO | {"normalization": "survivors"},
+    "sequences": KL_GSPO | {"normalization": "survivors", "aggregation": {"type": "sequence_mean"}},
+}
+
+
+@pytest.fixture(scope="module")
+def survivors_in_one_process():
+    return {name: run_ranks(1, _train, {"loss": loss})[0][0] for name, loss in SURVIVORS.items()}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("parallel", [{}, {"context": 2}, {"pipeline": 2}], ids=["dp2", "cp2", "pp2"])
+@pytest.mark.parametrize("count", SURVIVORS)
+def test_survivors_divide_by_one_global_count(survivors_in_one_process, count, parallel, per_token):
+    """In both modes of Megatron's ``calculate_per_token_loss``."""
+    expected = survivors_in_one_process[count]
+    setup = {"loss": SURVIVORS[count], "parallel": parallel, "per_token": per_token}
+    for history, _ in run_ranks(2, _train, setup):
+        for step, other in zip(expected, history, strict=True):
+            assert {k: other[k] for k in SAME} == pytest.approx({k: step[k] for k in SAME}, rel=2e-5, abs=1e-7)
+
+
+def test_survivors_differ_from_rollout_counts(one_process, survivors_in_one_process):
+    rollout, survivors = one_process[0][0], survivors_in_one_process["tokens"][0]
+    assert rollout["policy_support_excluded_tokens"] > 0
+    assert abs(survivors["loss"]) > abs(rollout["loss"]) * 1.05

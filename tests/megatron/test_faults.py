@@ -5,19 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_support.errors import LogprobFault
+from megatron_support.errors import GradientFault, LogprobFault
 from tests.megatron.actor_setup import make_rollouts, make_step
 from tests.ranks import run_ranks
 
 ON_POLICY = {"surrogate": {"type": "on_policy"}}
-LAYOUTS = {"one": (1, {}), "tp2": (2, {"tensor": 2}), "pp2": (2, {"pipeline": 2}), "dp2": (2, {}), "cp2": (2, {"context": 2})}
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "dp2": (2, {}),
+    "cp2": (2, {"context": 2}),
+}
 
 
-def _fault(step, rollouts):
+def _fault(step, rollouts, kind=LogprobFault):
     """(message, whether a parameter changed) of a step that must fail."""
     parameters = [p for chunk in step.model.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
-    with pytest.raises(LogprobFault) as caught:
+    with pytest.raises(kind) as caught:
         step.step(rollouts)
     same = all(torch.equal(p, b) or bool(torch.isnan(b).any()) for p, b in zip(parameters, before, strict=True))
     return str(caught.value), not same
@@ -57,6 +63,22 @@ def test_fault_in_the_current_pass_is_raised_on_every_rank(layout):
     message, _ = results[0]
     assert "curr_logprobs of sample" in message and "is nan" in message and "(rank " in message
     assert not any(changed for _, changed in results)
+
+
+def _bad_gradient(rank, world, parallel):
+    """A gradient turns NaN on its way back on the last rank only; all log-probabilities are finite."""
+    step = make_step(parallel=parallel)
+    if rank == world - 1:
+        next(step.model.bare_chunks[0].parameters()).register_hook(lambda grad: grad * float("nan"))
+    return _fault(step, make_rollouts(), GradientFault)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_that_is_not_finite_updates_nothing(layout):
+    world, parallel = LAYOUTS[layout]
+    for message, changed in run_ranks(world, _bad_gradient, parallel, timeout=60):
+        assert "gradient norm must be finite, got nan" in message
+        assert not changed
 
 
 def _nothing_valid(rank, world, parallel, microbatch):

@@ -19,7 +19,11 @@ def _loop() -> str:
 
 
 def _run(rank, world, folder):
-    code = _loop().replace('"my-model"', repr(str(folder / "model"))).replace('running_host("auto")', 'running_host("cpu")')
+    code = (
+        _loop()
+        .replace('"my-model"', repr(str(folder / "model")))
+        .replace('running_host("auto")', 'running_host("cpu")')
+    )
     printed: list = []
     exec(code, {"my_batches": [folder / "rollouts.jsonl"] * 2, "print": printed.append})
     return printed

@@ -76,7 +76,9 @@ def _two_tuple(rank, world, parallel, per_token):
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
-    ("world", "parallel"), [(1, {}), (2, {}), (2, {"context": 2}), (4, {"context": 2})], ids=["1", "dp2", "cp2", "dp2cp2"]
+    ("world", "parallel"),
+    [(1, {}), (2, {}), (2, {"context": 2}), (4, {"context": 2})],
+    ids=["1", "dp2", "cp2", "dp2cp2"],
 )
 def test_net_factor_is_one(world, parallel, per_token):
     total = sum(range(1, world * MICROBATCHES + 1))

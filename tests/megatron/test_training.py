@@ -137,14 +137,18 @@ def test_files_are_read_in_order_and_from_the_start_again(quickstart, tmp_path):
     assert text.splitlines()[-1] == "reward 0.250 -> 0.500"
 
 
-def test_final_weights_can_be_trained_on(tmp_path):
-    overrides = ["train.steps=1", "rollouts.prompts_per_step=4", "logging.tensorboard=false"]
+def test_final_weights_can_be_loaded_into_another_layout(tmp_path):
+    overrides = ["train.steps=1", "train.minibatches=1", "rollouts.prompts_per_step=4", "logging.tensorboard=false"]
+    overrides += ["rollouts.weights_dtype=float32"]
     _, _, _, first = run_ranks(2, run, QUICKSTART, tmp_path, [*overrides, "train.save_final=true"])[0]
-    weights = f"model.weights={{type: megatron, path: {first}/checkpoint}}"
-    start = run_ranks(1, run, QUICKSTART, tmp_path, [*overrides, weights, "parallel.tensor=1"])[0]
-    # the reference policy is the loaded one, so a KL of 0 would show nothing: compare with the random start instead
-    fresh = run_ranks(1, run, QUICKSTART, tmp_path, [*overrides, "parallel.tensor=1"])[0]
-    assert metrics(start[3])[0]["loss"] != metrics(fresh[3])[0]["loss"]
+    trained = f"model.weights={{type: megatron, path: {first}/checkpoint}}"
+    random = "reference.checkpoint={type: random}"  # of the recipe's seed: where the first run began
+    two = run_ranks(2, run, QUICKSTART, tmp_path, [*overrides, trained, random])[0]
+    one = run_ranks(1, run, QUICKSTART, tmp_path, [*overrides, trained, random, "parallel.tensor=1"])[0]
+    divergence = metrics(two[3])[0]["kl_penalty"]
+    assert divergence > 1e-4, "the weights have moved away from the start"
+    assert metrics(one[3])[0]["kl_penalty"] == pytest.approx(divergence, rel=1e-3)
+    assert one[1] == two[1]
 
 
 def test_a_reference_of_its_own_gives_a_divergence_from_the_first_step(tmp_path):

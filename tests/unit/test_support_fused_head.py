@@ -45,6 +45,46 @@ def test_agrees_with_head_and_logprobs_apart(sampling, chunk_size):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("ties", ["group", "index"])
+@pytest.mark.parametrize("sampling", SETTINGS[1:])
+def test_the_sparse_gradient_of_filtered_logprobs_alone(sampling, ties):
+    """Only kept tokens' rows of the weight take part; rows near flat fall back to the whole product."""
+    hidden, weight, bias, _ = make(tokens=12)
+    with torch.no_grad():
+        hidden[8:] *= 0.01
+        bias *= 0.1
+        targets = (hidden @ weight.t() + bias)[:, :293].topk(2).indices[:, 1].contiguous()
+    targets[4] = -1
+    arguments = {"vocab_size": 293, "ties": ties}
+    found = fused_support_logprobs(hidden, weight, targets, sampling, bias=bias, chunk_size=4, **arguments)
+    apart = support_logprobs(hidden @ weight.t() + bias, targets, sampling, **arguments)
+    assert found.in_support.sum() > 6
+    coefficients = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad((torch.where(f.in_support, f.filtered, 0.0) * coefficients).sum(), (hidden, weight, bias))
+        for f in (found, apart)
+    ]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_sparse_backward_makes_no_product_over_the_vocabulary():
+    hidden, weight, _, _ = make(tokens=32, columns=5000, dtype=torch.float32)
+    targets = (hidden @ weight.t()).argmax(-1)
+    found = fused_support_logprobs(hidden, weight, targets, SamplingParams(1.0, 5), chunk_size=8)
+    shapes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                shapes.append((tuple(args[0].shape), tuple(args[1].shape)))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.autograd.grad(found.filtered.sum(), (hidden, weight))
+    assert len(shapes) == 8 and all(max(a + b) <= 40 for a, b in shapes)
+
+
 def test_replay_and_per_token_settings_follow_their_tokens_into_chunks():
     hidden, weight, _, targets = make()
     sets = [[int(t), (int(t) + 5) % 293] if t >= 0 else [] for t in targets]
