@@ -248,6 +248,16 @@ class ActorStepConfig(StrictModel):
     shuffle: bool = False
     seed: NonNegativeInt = 1234
 
+    @property
+    def needs_previous(self) -> bool:
+        """Whether the step computes previous log-probabilities."""
+        return self.loss.needs_previous or "prev_logprobs" in self.advantages.columns
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the step computes reference log-probabilities."""
+        return self.loss.needs_reference or "reference_logprobs" in self.advantages.columns
+
 
 class Recipe(StrictModel):
     """One run."""

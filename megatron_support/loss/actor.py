@@ -102,7 +102,7 @@ def actor_loss(
         generation_logprobs=generation_logprobs,
         reference_logprobs=reference_logprobs if config.needs_reference else None,
         curr_logprobs_unfiltered=curr_logprobs_unfiltered if config.needs_reference else None,
-        entropy=entropy,
+        entropy=entropy if config.entropy_coef > 0 else None,
         correction_weights=correction_weights,
     )
     _check_present(config, inputs)
@@ -210,11 +210,12 @@ def _actor_tokens(config: ActorLossConfig, inputs: TokenInputs, part: Participat
     log_weight = None
     if config.correction is not None and generation is not None:
         log_weight = selection(inputs.previous - generation)
-    # A fault in a sequence that was dropped is still a fault.
-    probe = selection if part.survives is part.actor_mask else Selection(part.survives)
-    suspects = [log_ratio if probe is selection else probe(inputs.curr_logprobs.detach() - inputs.previous)]
-    if generation is not None:
-        suspects.append(probe(generation))
+    if part.survives is part.actor_mask:
+        suspects = [log_ratio] if generation is None else [log_ratio, selection(generation)]
+    else:  # a fault in a sequence that was dropped is still a fault
+        read = (inputs.previous, generation, inputs.advantages, inputs.entropy, inputs.correction_weights)
+        whole = Selection(part.survives)
+        suspects = [whole(values.detach()) for values in (inputs.curr_logprobs, *read) if values is not None]
     return _ActorTokens(
         selection=selection,
         log_ratio=log_ratio,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_support.advantages import grpo_advantages
+from megatron_support.advantages import compute_advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
@@ -66,7 +66,7 @@ class ActorStep:
         scheduler: Megatron's OptimizerParamScheduler, or None for a fixed learning rate.
         config: loss, advantages, microbatching.
         groups: the ranks' layout.
-        reference: weights of the reference policy. Only a KL term needs them; see ``ActorLossConfig.needs_reference``.
+        reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
 
     Raises:
@@ -84,9 +84,10 @@ class ActorStep:
         reference: HostWeights | None = None,
         on_phase: Phase | None = None,
     ) -> None:
-        if config.loss.needs_reference and reference is None:
+        if config.needs_reference and reference is None:
             raise ConfigurationError(
-                "loss.kl needs a reference policy, got none; pass reference=HostWeights(model.chunks) or set kl to null"
+                "a KL term (loss.kl, advantages.kl_in_reward) needs a reference policy, got none; pass "
+                "reference=HostWeights(model.chunks), or set it to null"
             )
         self.model = model
         self.optimizer = optimizer
@@ -132,7 +133,7 @@ class ActorStep:
             yield from split_minibatches(num_sequences, self.config.minibatches, seed=seed)
 
     def _with_previous(self, rollouts: RolloutBatch) -> RolloutBatch:
-        if not self.config.loss.needs_previous:
+        if not self.config.needs_previous:
             return rollouts
         self.on_phase("previous", 0, 1)
         previous = self._logprobs(rollouts)
@@ -142,7 +143,7 @@ class ActorStep:
         )
 
     def _with_reference(self, rollouts: RolloutBatch) -> RolloutBatch:
-        if self.reference is None or not self.config.loss.needs_reference:
+        if self.reference is None or not self.config.needs_reference:
             return rollouts
         self.on_phase("reference", 0, 1)
         with self.reference.swapped_into(self.model.chunks):
@@ -159,14 +160,21 @@ class ActorStep:
         )
 
     def _with_advantages(self, rollouts: RolloutBatch) -> RolloutBatch:
-        settings = self.config.advantages
-        per_sequence = grpo_advantages(
-            rollouts.rewards,
-            rollouts.group_ids,
-            leave_one_out=settings.leave_one_out,
-            normalize_std=settings.normalize_std,
+        advantages = compute_advantages(
+            self.config.advantages,
+            rewards=rollouts.rewards,
+            group_ids=rollouts.group_ids,
+            response_mask=rollouts.response_mask,
+            sequence_ids=rollouts.sequence_ids,
+            sample_mask=rollouts.sample_mask,
+            filtered=rollouts.filtering[rollouts.sequence_ids],
+            prev_logprobs=rollouts.prev_logprobs,
+            prev_logprobs_unfiltered=rollouts.prev_logprobs_unfiltered,
+            reference_logprobs=rollouts.reference_logprobs,
+            teacher_logprobs=rollouts.teacher_logprobs,
+            values=rollouts.values,
+            reward_components=rollouts.reward_components,
         )
-        advantages = torch.where(rollouts.response_mask, per_sequence[rollouts.sequence_ids], 0.0)
         return rollouts.with_columns(advantages=advantages)
 
     def _update(self, rollouts: RolloutBatch) -> MetricSet:

@@ -133,7 +133,7 @@ class MegatronActorLoss:
             counts_sequences=None if context is None else self.groups.context_rank == 0,
         )
 
-    def tensors(self, batch: TokenBatch, values: TokenLogprobs) -> dict[str, Tensor | None]:
+    def tensors(self, batch: TokenBatch, values: TokenLogprobs) -> dict[str, Any]:
         """What the loss (and the search for faults) reads of a microbatch, by argument name."""
         columns = batch.columns
         return {

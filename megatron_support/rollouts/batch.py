@@ -26,6 +26,7 @@ PER_TOKEN = (
 
 PER_SEQUENCE = (
     "rewards",
+    "reward_components",
     "sample_mask",
     "group_ids",
     "temperature",
@@ -78,6 +79,8 @@ class RolloutBatch:
     reference_logprobs: Tensor | None = None
     """fp32 ``[N]``, unfiltered."""
     teacher_logprobs: Tensor | None = None
+    reward_components: Tensor | None = None
+    """fp32 ``[S, K]``, what ``rewards`` is made of; read by GDPO."""
     values: Tensor | None = None
     advantages: Tensor | None = None
     """fp32 ``[N]``."""

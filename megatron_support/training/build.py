@@ -39,7 +39,7 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
         build_model(recipe.model, recipe.parallel, groups, seed=recipe.seed),
         distributed_optimizer=recipe.optimizer.distributed,
     )
-    reference = _reference(recipe, model, groups) if recipe.loss.needs_reference else None
+    reference = _reference(recipe, model, groups) if recipe.actor_step.needs_reference else None
     train = recipe.train
     optimizer, scheduler = build_optimizer(
         recipe.optimizer, model.chunks, total_steps=train.steps * train.epochs * train.minibatches

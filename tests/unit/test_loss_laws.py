@@ -198,7 +198,7 @@ def test_a_fully_excluded_response_contributes_exactly_nothing_to_the_actor_term
     expected = actor_loss(config(name, kl=None), **without, **counts(batch))
     assert torch.equal(actual.loss, expected.loss)
     assert (gradients(actual.loss, inputs)["curr_logprobs"][0] == 0).all()
-    assert actual.surviving_sequences == expected.valid_sequences
+    assert actual.surviving_sequences == expected.surviving_sequences
 
 
 @every_variant
