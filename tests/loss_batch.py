@@ -118,7 +118,5 @@ def flat(batch: dict[str, Any], order: torch.Tensor) -> dict[str, Any]:
     rows, length = batch["response_mask"].shape
     ids = torch.arange(rows).repeat_interleave(length)[order]
     per_sequence = ("sample_mask", "rewards")
-    tokens = {
-        name: value if name in per_sequence else value.reshape(-1)[order] for name, value in batch.items()
-    }
+    tokens = {name: value if name in per_sequence else value.reshape(-1)[order] for name, value in batch.items()}
     return {**tokens, "sequence_ids": ids}

@@ -58,11 +58,18 @@ def _entry(rank: int, world: int, folder: str, fn: Callable[..., Any], args: tup
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
         result = fn(rank, world, *args, **kwargs)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
+        _leave_together()
         code = 0
     except BaseException:
         (Path(folder) / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
         os._exit(code)  # a forked rank must not run the parent's exit handlers
+
+
+def _leave_together() -> None:
+    """A rank that is gone would break the connections that slower ranks are still making."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _join(processes: list, deadline: float) -> None:

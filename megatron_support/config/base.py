@@ -78,6 +78,8 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{name}: a mapping with a field 'type' is required, got {value!r}; add 'type: ...'"
     if kind == "literal_error":
         return f"{name}: must be one of {context.get('expected')}, got {value!r}; use one of them"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{name}: must be a mapping of fields, got {value!r}; write its fields below it"
     if kind == "value_error":
         message = str(context.get("error", details["msg"]))
         return f"{name}: {message}" if name else message

@@ -34,6 +34,7 @@ _PUBLIC = {
     "StepResult": "actor_step",
     "MegatronActorLoss": "loss_function",
     "ActorStep": "actor_step",
+    "Sampler": "generate",
 }
 
 __all__ = [*_PUBLIC]

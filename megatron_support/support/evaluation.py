@@ -80,8 +80,9 @@ def row_outputs(support: Support, request: Request) -> Outputs:
     filtered = None
     if request.filters:
         kept = (shifted - support.log_kept).masked_fill(~support.target_kept, -torch.inf)
-        # a row that holds a NaN is at fault, not outside its support
-        filtered = torch.where(torch.isnan(support.normalizer), support.normalizer, kept).to(dtype)
+        # a row that holds a NaN, or a target that is no token, is at fault and not outside its support
+        fault = torch.isnan(support.normalizer) | torch.isnan(shifted)
+        filtered = kept.masked_fill(fault, torch.nan).to(dtype)
     return filtered, unfiltered, None if support.entropy is None else support.entropy.to(dtype)
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_support.support.api import support_logprobs
 from megatron_support.support.arguments import Ties
@@ -100,8 +99,11 @@ def previous_logprobs(
 
 def _local_logits(logits: Tensor) -> tuple[Tensor, dist.ProcessGroup | None, int | None]:
     """This rank's logits, the group that shares the vocabulary, and the vocabulary's size where it is shared."""
-    if not isinstance(logits, DTensor):
+    if not hasattr(logits, "device_mesh"):
         return logits, None, None
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # most of a second, and only DTensors need it
+
+    assert isinstance(logits, DTensor)
     if logits.device_mesh.ndim != 1 or logits.placements[0] not in (Replicate(), Shard(logits.dim() - 1)):
         raise ValueError(
             f"logits placed as {logits.placements} on a {logits.device_mesh.ndim}-dimensional mesh are not supported; "

@@ -131,4 +131,5 @@ def _target_logit(rows: Rows, targets: Tensor, shard: VocabularyShard) -> Tensor
     held = (column >= 0) & (column < shard.width)
     entries = torch.arange(targets.numel(), device=targets.device)
     values = rows.scaled_at(entries, column.clamp(0, shard.width - 1))
-    return values.masked_fill(~held, -torch.inf)
+    # an id beyond the vocabulary, which only the CPU can reject without a synchronisation, becomes a fault
+    return values.masked_fill(~held, -torch.inf).masked_fill(targets >= shard.size, torch.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ class RunFolder:
         recipe: written as ``recipe.yaml``; it can be run as it is.
 
     Raises:
-        ConfigurationError: ``logging.run_dir`` cannot be made.
+        ConfigurationError: ``logging.run_dir`` cannot be made or written.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -38,6 +39,10 @@ class RunFolder:
         if not nearest.is_dir():
             raise ConfigurationError(
                 f"logging.run_dir must be a folder, got {parent}: {nearest} is a file; choose another"
+            )
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"logging.run_dir must be a folder that can be written, got {parent}: {nearest} cannot; choose another"
             )
         self.path = _unused(parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -64,13 +69,7 @@ class RunFolder:
             self._tensorboard.close()
 
     def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"logging.run_dir must be a folder that can be written, got {self._recipe.logging.run_dir!r} "
-                f"({error}); choose another"
-            ) from error
+        self.path.mkdir(parents=True)
         tree = self._recipe.model_dump(mode="json")
         (self.path / RECIPE).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         if self._recipe.logging.tensorboard:

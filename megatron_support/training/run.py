@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from rich.console import Console
@@ -46,50 +48,74 @@ def train(recipe: Recipe, console: Console) -> Summary:
             _say(console, f"{recipe.name}: {_describe(checked, groups, host)}")
         view.view = make_progress(recipe.logging.progress, recipe.train.steps, console, main=groups.is_main)
         try:
-            rewards, exclusions, last = _loop(recipe, training, folder, view)
+            history = _loop(recipe, training, folder, view)
         finally:
             view.close()
+            folder.close()
         if recipe.train.save_final:
             save_checkpoint(folder.path / CHECKPOINT, training.model, step=recipe.train.steps)
-        summary = Summary(recipe=recipe, rewards=rewards, exclusions=exclusions, last=last.metrics, folder=folder.path)
+        summary = history.summary(recipe, folder)
         if groups.is_main:
-            folder.write_rollouts(last.rollouts)
+            folder.write_rollouts(history.results[-1].rollouts)
             folder.write_summary(summary.to_dict())
             print_summary(summary, console, token_text(recipe.model.weights, checked.task))
         return summary
 
 
-def _loop(
-    recipe: Recipe, training: Training, folder: RunFolder, view: ProgressView
-) -> tuple[list[float], Exclusions, StepResult]:
-    """All steps; rewards, exclusions and the last result."""
-    rewards: list[float] = []
-    exclusions = Exclusions()
-    for step in range(recipe.train.steps):
+@dataclass
+class _History:
+    """What the steps leave behind for the summary."""
+
+    rewards: list[float] = field(default_factory=list)
+    mismatches: list[float] = field(default_factory=list)
+    exclusions: Exclusions = field(default_factory=Exclusions)
+    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=1))
+    """The last one alone: a result holds the rollouts."""
+
+    def add(self, step: int, result: StepResult, *, epochs: int) -> None:
+        metrics, rollouts = result.metrics, result.rollouts
+        self.results.append(result)
+        self.rewards.append(float(rollouts.rewards.mean()))
+        if "token_mult_prob_error" in metrics:
+            self.mismatches.append(metrics["token_mult_prob_error"])
+        if "excluded_by_previous" not in metrics:  # the loss does not read them, whatever they are
+            rollouts = rollouts.with_columns(prev_logprobs=None)
+        excluded = int(metrics.get("policy_support_excluded_tokens", 0))
+        self.exclusions += count_exclusions(step, rollouts, excluded=excluded, epochs=epochs)
+
+    def summary(self, recipe: Recipe, folder: RunFolder) -> Summary:
+        return Summary(
+            recipe=recipe,
+            rewards=self.rewards,
+            exclusions=self.exclusions,
+            mismatch=sum(self.mismatches) / len(self.mismatches) if self.mismatches else None,
+            last=self.results[-1].metrics,
+            folder=folder.path,
+        )
+
+
+def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressView) -> _History:
+    """All steps."""
+    history = _History()
+    for step in range(1, recipe.train.steps + 1):
         start = time.perf_counter()
-        rollouts = training.source.rollouts(step)
+        rollouts = training.source.rollouts(step - 1)
         sampled = time.perf_counter()
         result = training.actor_step.step(rollouts)
         end = time.perf_counter()
-        rewards.append(float(rollouts.rewards.mean()))
+        history.add(step, result, epochs=recipe.train.epochs)
         values = {
-            "reward": rewards[-1],
+            "reward": history.rewards[-1],
             "response_length": float(rollouts.response_mask.sum()) / rollouts.num_sequences,
             "tokens_per_second": rollouts.tokens.numel() / (end - start),
             "seconds": end - start,
             "seconds/rollouts": sampled - start,
             **result.metrics,
         }
-        exclusions += count_exclusions(
-            step + 1,
-            result.rollouts,
-            excluded=int(values.get("policy_support_excluded_tokens", 0)),
-            epochs=recipe.train.epochs,
-        )
         if training.actor_step.groups.is_main:
-            folder.write_step(step + 1, values)
-        view.step(step + 1, values)
-    return rewards, exclusions, result
+            folder.write_step(step, values)
+        view.step(step, values)
+    return history
 
 
 class _LateView:

@@ -30,6 +30,8 @@ class Summary:
     rewards: list[float]
     """Mean reward of each step."""
     exclusions: Exclusions
+    mismatch: float | None
+    """Mean over the steps of ``token_mult_prob_error``; None where the loss does not report it."""
     last: dict[str, float]
     """Metrics of the last step."""
     folder: Path
@@ -59,6 +61,7 @@ class Summary:
                 "response_tokens": exclusions.response_tokens,
                 "least_likely": [asdict(token) for token in exclusions.worst],
             },
+            "token_mult_prob_error": self.mismatch,
             "last_step": {name: value if math.isfinite(value) else str(value) for name, value in self.last.items()},
         }
 
@@ -76,9 +79,8 @@ def print_summary(summary: Summary, console: Console, text_of: Callable[[int], s
     say("")
     if exclusions.worst:
         console.print(_table(exclusions.worst, text_of))
-    error = summary.last.get("token_mult_prob_error")
-    if error is not None:
-        say(f"token_mult_prob_error {error:.4f} in the last step (1 where trainer and engine agree)")
+    if summary.mismatch is not None:
+        say(f"token_mult_prob_error {summary.mismatch:.4f}, mean over the steps (1 where trainer and engine agree)")
     share = exclusions.total / exclusions.response_tokens if exclusions.response_tokens else 0.0
     say(f"excluded tokens {exclusions.total} of {exclusions.response_tokens} response tokens ({share:.3%})")
     for source, count in exclusions.sources().items():

@@ -102,6 +102,13 @@ def test_every_layout_samples_the_same(alone, world, parallel, max_tokens):
         assert_same(responses, alone)
 
 
+def test_a_rank_without_a_prompt_learns_the_response():
+    alone = run_ranks(1, generate, {}, prompts=PROMPTS[:1])[0]
+    assert len(alone) == 1
+    for responses in run_ranks(2, generate, {}, prompts=PROMPTS[:1]):
+        assert_same(responses, alone)
+
+
 def test_a_prompt_is_continued_as_if_it_were_alone(alone):
     """Padding and neighbours change nothing: greedy decoding of each prompt by itself."""
     greedy = SamplingParams(top_k=1)

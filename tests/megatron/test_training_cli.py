@@ -15,6 +15,9 @@ import pytest
 import yaml
 
 from megatron_support.__main__ import main
+from megatron_support.errors import RolloutError
+from megatron_support.rollouts.files import read_rollouts
+from megatron_support.training import checks
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +126,23 @@ def test_a_bad_row_is_named_by_file_and_line(case, folder):
     line, parts = BAD_ROWS[case]
     (folder / "rollouts.jsonl").write_text("\n".join([row(), row(id="0-1"), line]) + "\n")
     expect_refusal(folder, ["train", "recipe.yaml"], ["rollouts.jsonl:3: ", *parts])
+
+
+def test_what_one_rank_alone_finds_ends_all(folder):
+    """A file that is damaged on one machine: the rank that found it does not speak, but its message is shown."""
+
+    def run(rank, world):
+        def read(path, **options):
+            if rank == 1:
+                raise RolloutError(f"{path}:2: reward: required and missing; add it")
+            return read_rollouts(path, **options)
+
+        checks.read_rollouts = read  # in this forked rank alone
+        return command(rank, world, folder, ["train", "recipe.yaml"])
+
+    (code, _, message), (other_code, _, silence) = run_ranks(2, run, timeout=60)
+    assert (code, other_code, silence) == (2, 2, "")
+    assert message.endswith("rollouts.jsonl:2: reward: required and missing; add it\n")
 
 
 # overrides of the recipe, parts of the message

@@ -38,7 +38,7 @@ def test_one_step_reports_what_is_known_of_these_rollouts(tmp_path):
     (token,) = excluded["least_likely"]
     assert (token["sample_id"], token["position"]) == ("2-5", 57)
     # mean |difference| of log-probabilities is 0.04 between llama.cpp and fp32 torch
-    assert 1.03 < summary["last_step"]["token_mult_prob_error"] < 1.05
+    assert 1.03 < summary["token_mult_prob_error"] < 1.05
     assert texts == ["' when'", "' '", "'<|im_end|>'", "'\\n'", ""], "by the tokenizer in the file"
     assert "' when'" in text and "2-5" in text, "the table names the token"
     assert text.splitlines()[-1].startswith("reward ")

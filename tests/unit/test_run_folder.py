@@ -142,7 +142,8 @@ def summary(tmp_path, rewards) -> Summary:
         recipe=recipe(tmp_path),
         rewards=rewards,
         exclusions=count_exclusions(1, batch(), excluded=5, epochs=1),
-        last={"token_mult_prob_error": 1.04},
+        mismatch=1.04,
+        last={"loss": 0.5},
         folder=tmp_path / "runs" / "run-1",
     )
 
@@ -161,6 +162,7 @@ def test_the_report_ends_with_the_rewards_and_names_exclusions_and_files(tmp_pat
     assert lines[-1] == "reward 0.100 -> 0.800"
     assert str(tmp_path / "runs" / "run-1") in lines[-2] and "metrics.jsonl" in lines[-2]
     text = "\n".join(lines)
+    assert "token_mult_prob_error 1.0400, mean over the steps" in text
     assert "excluded tokens 5 of 6 response tokens (83.333%)" in text
     for line in ("previous         2", "generation       1", "current          2"):
         assert line in text

@@ -247,6 +247,14 @@ def test_rows_without_a_target_or_an_upstream_gradient_hold_anything():
     assert torch.isfinite(leaf.grad).all() and not leaf.grad[~valid].any()
 
 
+def test_a_target_that_is_no_token_is_a_fault_where_it_is_not_checked(monkeypatch):
+    """On an accelerator ids are not read by the host: such a target gives NaN, never a quiet exclusion."""
+    monkeypatch.setattr("megatron_support.support.api.check_targets", lambda targets, shard: None)
+    found = support_logprobs(torch.randn(2, 40), torch.tensor([40, 3]), SamplingParams(1.0, 40 - 1), vocab_size=40)
+    assert found.filtered[0].isnan() and found.unfiltered[0].isnan() and found.in_support[0]
+    assert torch.isfinite(found.filtered[1])
+
+
 def test_padded_columns_hold_no_mass_and_no_top_k_slot():
     logits = torch.randn(5, 40) * 2
     padded = torch.cat([logits, torch.full((5, 9), 99.0)], 1).requires_grad_()
