@@ -6,5 +6,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core asserts it for tensor parallelism
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile(
+    "tests", deadline=None, derandomize=True
+)  # the same examples everywhere, however slow the host
+settings.load_profile("tests")

@@ -215,6 +215,11 @@ class LogprobConfig(StrictModel):
 
     chunk_size: PositiveInt | None = None
     """Tokens per work chunk; null lets the code choose."""
+    fused_head: bool | Literal["auto"] = "auto"
+    """Compute log-probabilities from hidden states, so that all logits of a microbatch never exist at once. auto: where
+    those of a rank would take more than 256 MiB."""
+    response_only: bool = True
+    """Compute log-probabilities of response tokens alone; nothing reads the others."""
     ties: Literal["group", "index"] = "group"
     """group: every logit equal to the smallest kept one is kept; index: that group is cut, lowest id first."""
     support: Literal["recompute", "replay"] = "recompute"

@@ -198,7 +198,7 @@ class _ActorTokens:
     log_ratio: Tensor
     advantages: Tensor
     log_weight: Tensor | None
-    """prev - generation, where a correction reads it."""
+    """prev - generation, where that is given."""
     fault: Tensor
     """0, or NaN where a log-probability that takes part is not finite."""
 
@@ -207,11 +207,9 @@ def _actor_tokens(config: ActorLossConfig, inputs: TokenInputs, part: Participat
     selection = Selection(part.actor_mask)
     log_ratio = selection(inputs.curr_logprobs - inputs.previous)
     generation = inputs.generation_logprobs
-    log_weight = None
-    if config.correction is not None and generation is not None:
-        log_weight = selection(inputs.previous - generation)
+    log_weight = None if generation is None else selection(inputs.previous - generation)
     if part.survives is part.actor_mask:
-        suspects = [log_ratio] if generation is None else [log_ratio, selection(generation)]
+        suspects = [log_ratio] if log_weight is None else [log_ratio, log_weight]
     else:  # a fault in a sequence that was dropped is still a fault
         read = (inputs.previous, generation, inputs.advantages, inputs.entropy, inputs.correction_weights)
         whole = Selection(part.survives)
@@ -396,6 +394,7 @@ def _diagnostics(
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
+            bits=tokens.selection.bits(inputs.curr_logprobs.dtype),
             valid=inputs.valid,
             excluded=part.excluded.tokens,
             candidates=part.excluded.candidates,
@@ -403,6 +402,9 @@ def _diagnostics(
             prev_logprobs=inputs.previous,
             generation_logprobs=inputs.generation_logprobs,
             advantages=inputs.advantages,
+            log_ratio=tokens.log_ratio.detach(),
+            log_weight=tokens.log_weight,
+            token_ratio=None if config.ratio_level != "token" else surrogate.importance_ratio,
             ratio=surrogate.ratio.detach(),
             clipped=surrogate.clipped,
             bounded=surrogate.bounded,
@@ -413,12 +415,12 @@ def _diagnostics(
     )
     if correction is not None:
         return metrics | weight_metrics(correction, part, num_tokens, num_sequences)
-    if inputs.generation_logprobs is None or weight_sum is None:
+    if weight_sum is None:
         return metrics
     if config.ratio_level == "token":
         metrics["sampling_importance_ratio"] = Mean(weight_sum, num_tokens, per="token")
         return metrics
-    log_weight = tokens.selection(inputs.previous - inputs.generation_logprobs)
-    product = behaviour_weights(log_weight, inputs.layout, per_sequence=True)
+    assert tokens.log_weight is not None
+    product = behaviour_weights(tokens.log_weight, inputs.layout, per_sequence=True)
     raw = CorrectionWeights(weights=inputs.layout.to_tokens(product), per_sequence=product)
     return metrics | weight_metrics(raw, part, num_tokens, num_sequences)

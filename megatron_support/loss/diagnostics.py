@@ -1,6 +1,6 @@
 """Diagnostics of one batch: detached sums and extremes, each metric with its own reduction, no host synchronisation.
 
-Tokens are worked through in blocks: on a CPU the many intermediate values then stay in its cache.
+Tokens are worked through in blocks, with few and reused intermediate tensors: on a CPU the cost is that of memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron_support.kl import KLType
 from megatron_support.loss.correction import CorrectionWeights
-from megatron_support.loss.masks import Selection, as_float, select
+from megatron_support.loss.masks import as_float, keep, select
 from megatron_support.loss.participation import Participation
 from megatron_support.loss.ratio import MAX_LOG_RATIO
 from megatron_support.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Sum
 
-BLOCK = 1 << 15
-"""Tokens of a block on the CPU: 128 KiB of fp32."""
+BLOCK = 1 << 18
+"""Tokens of a block on the CPU: 1 MiB of fp32."""
 
 Parts = dict[str, Tensor]
 
@@ -31,6 +31,8 @@ class DiagnosticTokens:
 
     mask: Tensor
     """bool, the actor mask."""
+    bits: Tensor
+    """The actor mask for :func:`keep`."""
     valid: Tensor
     """bool, response & sample mask."""
     excluded: Tensor | None
@@ -40,6 +42,12 @@ class DiagnosticTokens:
     prev_logprobs: Tensor | None
     generation_logprobs: Tensor | None
     advantages: Tensor
+    log_ratio: Tensor
+    """curr - prev per token, 0 where the mask is False."""
+    log_weight: Tensor | None
+    """prev - generation, 0 where the mask is False."""
+    token_ratio: Tensor | None
+    """exp(log_ratio) where it is at hand."""
     ratio: Tensor
     """As the surrogate reports it; finite where the mask is False."""
     clipped: Tensor | None
@@ -47,18 +55,17 @@ class DiagnosticTokens:
 
     def blocks(self) -> Iterator[DiagnosticTokens]:
         """Slices of at most BLOCK tokens; on other devices, and while compiling, all tokens at once."""
-        total = self.mask.numel()
         whole = self.mask.device.type != "cpu" or torch.compiler.is_compiling()
-        size = total if whole or total == 0 else BLOCK
-        for start in range(0, max(total, 1), max(size, 1)):
-            yield self._slice(start, start + size)
-
-    def _slice(self, start: int, stop: int) -> DiagnosticTokens:
-        values: dict[str, Any] = {}
+        size = max(self.mask.numel(), 1) if whole else BLOCK
+        pieces = {}
         for name in _TOKEN_FIELDS:
             tensor = getattr(self, name)
-            values[name] = None if tensor is None else tensor.reshape(-1)[start:stop]
-        return DiagnosticTokens(**values)
+            if tensor is not None:
+                pieces[name] = tensor.reshape(-1).split(size)
+        missing = dict.fromkeys(name for name in _TOKEN_FIELDS if name not in pieces)
+        for number in range(len(pieces["mask"])):
+            values: dict[str, Any] = {name: piece[number] for name, piece in pieces.items()}
+            yield DiagnosticTokens(**values, **missing)
 
 
 _TOKEN_FIELDS = tuple(f.name for f in fields(DiagnosticTokens))
@@ -84,10 +91,13 @@ def token_diagnostics(
     """
     names: list[str] = []
     totals, lows, highs = [], [], []
+    scratch: list[Tensor] = []
     for block in tokens.blocks():
+        if not scratch or scratch[0].shape != block.ratio.shape:
+            scratch = [torch.empty_like(block.log_ratio) for _ in range(2)]
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
-        parts, low, high = ratio_parts(block, chosen, window)
-        parts |= exclusion_parts(block) | mismatch_parts(block)
+        parts, low, high = ratio_parts(block, chosen, window, *scratch)
+        parts |= exclusion_parts(block, *scratch) | mismatch_parts(block, kl_type, *scratch)
         names = list(parts)
         totals.append(torch.stack(list(parts.values())))
         lows.append(low)
@@ -102,25 +112,31 @@ def token_diagnostics(
 
 
 def ratio_parts(
-    block: DiagnosticTokens, chosen: Tensor, window: tuple[float, float] | None
+    block: DiagnosticTokens, chosen: Tensor, window: tuple[float, float] | None, a: Tensor, b: Tensor
 ) -> tuple[Parts, Tensor, Tensor]:
-    """Sums about the ratio and its clipping, and the smallest and largest ratio (inf and -inf over no token)."""
-    ratio = block.ratio.reshape(-1)
-    parts = {"survivors": chosen.sum(), "ratio": torch.dot(ratio, chosen)}
+    """Sums about the ratio and its clipping, and the smallest and largest ratio (inf and -inf over no token).
+
+    Args:
+        block: the tokens.
+        chosen: the actor mask as 0 and 1.
+        window: bounds of the ratio.
+        a, b: room for intermediate values.
+    """
+    ratio = block.ratio
+    parts = {"survivors": chosen.sum(), "log_ratio": block.log_ratio.sum(), "ratio": torch.dot(ratio, chosen)}
     if window is not None:
-        parts["clamped"] = torch.dot(ratio.clamp(*window), chosen)
-    if block.prev_logprobs is not None:
-        parts["divergence"] = select(block.mask, block.prev_logprobs - block.curr_logprobs).sum()
+        parts["clamped"] = torch.dot(torch.clamp(ratio, *window, out=a), chosen)
     if block.clipped is not None:
-        touched = as_float(block.clipped & block.mask, ratio.dtype)
+        clipped = block.clipped if block.clipped.is_floating_point() else as_float(block.clipped, ratio.dtype)
+        touched = torch.mul(clipped, chosen, out=a)
         parts["clipped"] = touched.sum()
-        parts["clipped_above"] = torch.dot(touched, torch.gt(ratio, 1.0, out=torch.empty_like(ratio)))
+        parts["clipped_above"] = torch.dot(touched, torch.gt(ratio, 1.0, out=b))
     if block.bounded is not None:
-        parts["bounded"] = as_float(block.bounded & block.mask, ratio.dtype).sum()
+        parts["bounded"] = torch.dot(as_float(block.bounded, ratio.dtype), chosen)
     if ratio.numel() == 0:  # no extreme of nothing
         return parts, ratio.new_full((), torch.inf), ratio.new_full((), -torch.inf)
-    absent = chosen.reciprocal() - 1  # 0 at tokens that take part, inf elsewhere
-    return parts, (ratio + absent).amin(), (ratio - absent).amax()
+    absent = torch.reciprocal(chosen, out=a).sub_(1)  # 0 at tokens that take part, inf elsewhere
+    return parts, torch.add(ratio, absent, out=b).amin(), torch.sub(ratio, absent, out=b).amax()
 
 
 def _ratio_metrics(
@@ -140,9 +156,8 @@ def _ratio_metrics(
         "probs_ratio_clamped": Mean(clamped, count, per="token"),
         "probs_ratio_clamped_min": Min(clamped_low),
         "probs_ratio_clamped_max": Max(clamped_high),
+        "approx_kl": Mean(-sums["log_ratio"], count, per="token"),
     }
-    if "divergence" in sums:
-        metrics["approx_kl"] = Mean(sums["divergence"], count, per="token")
     if "clipped" in sums:
         metrics["clip_fraction_low"] = Mean(sums["clipped"] - sums["clipped_above"], count, per="token")
         metrics["clip_fraction_high"] = Mean(sums["clipped_above"], count, per="token")
@@ -151,18 +166,19 @@ def _ratio_metrics(
     return metrics
 
 
-def exclusion_parts(block: DiagnosticTokens) -> Parts:
-    """Sums about excluded tokens: by source, by sign of the advantage, and |advantage|."""
-    known = select(block.valid, block.advantages)
-    sign, size = known.sign(), known.abs()
+def exclusion_parts(block: DiagnosticTokens, a: Tensor, b: Tensor) -> Parts:
+    """Sums about excluded tokens: by source, by sign of the advantage, and |advantage|. ``a`` and ``b`` are room."""
+    size = select(block.valid, block.advantages)
+    sign = torch.sign(size, out=a)
+    size.abs_()
     parts = {"sign": sign.sum(), "signed": torch.dot(sign, sign), "mass": size.sum()}
     if block.excluded is None or block.candidates is None:
         return parts
-    excluded = as_float(block.excluded, known.dtype)
-    candidates = as_float(block.candidates, known.dtype)
+    excluded = as_float(block.excluded, size.dtype)
     parts["excluded_sign"] = torch.dot(sign, excluded)
-    parts["excluded_signed"] = torch.dot(sign.abs(), excluded)
+    parts["excluded_signed"] = torch.dot(sign.abs_(), excluded)
     parts["excluded_mass"] = torch.dot(size, excluded)
+    candidates = b.copy_(block.candidates.view(torch.uint8))
     sources = {
         "current": block.curr_logprobs,
         "previous": block.prev_logprobs,
@@ -170,8 +186,7 @@ def exclusion_parts(block: DiagnosticTokens) -> Parts:
     }
     for name, values in sources.items():
         if values is not None:
-            outside = torch.eq(values, -torch.inf, out=torch.empty_like(known))
-            parts[f"excluded_by_{name}"] = torch.dot(outside, candidates)
+            parts[f"excluded_by_{name}"] = torch.dot(torch.eq(values, -torch.inf, out=a), candidates)
     return parts
 
 
@@ -188,28 +203,43 @@ def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
     }
 
 
-def mismatch_parts(block: DiagnosticTokens) -> Parts:
-    """Sums of d = prev - generation and of w = e^d over surviving tokens; the 1 of an exponential is left out."""
-    if block.prev_logprobs is None or block.generation_logprobs is None:
+def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, a: Tensor, b: Tensor) -> Parts:
+    """Sums of d = prev - generation and of w = e^d over surviving tokens; the 1 of an exponential is left out.
+
+    Args:
+        block: the tokens.
+        kl_type: which sums are read.
+        a, b: room for intermediate values.
+    """
+    if block.log_weight is None:
         return {}
-    selection = Selection(block.mask)
-    d = selection(block.prev_logprobs - block.generation_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = torch.clamp(block.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=a)
+    parts = {"d": d.sum()}
+    if kl_type == "k2":
+        parts["squares"] = torch.dot(d, d)
     weight = d.exp()
-    inverse = weight.reciprocal() - 1
-    weight = weight - 1
-    curr = selection(block.curr_logprobs)
-    entropy = (curr - selection(block.generation_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return {
-        "d": d.sum(),
-        "absolute": d.abs().sum(),
-        "squares": torch.dot(d, d),
-        "weight": weight.sum(),
-        "inverse": inverse.sum(),
-        "larger": torch.maximum(weight, inverse).sum(),
-        "weight_squares": torch.dot(weight, weight),
-        "mixture": torch.log1p(0.5 * weight).sum(),
-        "entropy": torch.dot(entropy, curr),
-    }
+    parts["absolute"] = d.abs_().sum()
+    if block.token_ratio is None:
+        to_generation = torch.add(block.log_ratio, block.log_weight, out=a)
+        to_generation.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+    else:
+        to_generation = torch.mul(block.token_ratio, weight, out=a)
+    parts["entropy"] = torch.dot(to_generation, keep(block.curr_logprobs, block.bits))
+    parts["mixture"] = _sum_of_logs(torch.mul(weight, 0.5, out=a).add_(0.5))
+    inverse = torch.reciprocal(weight, out=a).sub_(1)
+    weight.sub_(1)
+    parts["weight"] = weight.sum()
+    parts["weight_squares"] = torch.dot(weight, weight)
+    parts["inverse"] = inverse.sum()
+    parts["larger"] = torch.maximum(weight, inverse, out=b).sum()
+    return parts
+
+
+def _sum_of_logs(values: Tensor) -> Tensor:
+    """``log(values).sum()`` for values in [0.5, e^20], with one logarithm for four of them: their product is finite."""
+    whole = values.numel() // 4 * 4
+    first, second, third, fourth = values[:whole].view(4, -1)
+    return ((first * second) * (third * fourth)).log().sum() + values[whole:].log().sum()
 
 
 def _mismatch_metrics(sums: Parts, count: Tensor, kl_type: KLType) -> dict[str, Metric]:
@@ -223,7 +253,7 @@ def _mismatch_metrics(sums: Parts, count: Tensor, kl_type: KLType) -> dict[str, 
     n, d, weight = sums["survivors"], sums["d"], sums["weight"]
     generation, previous = {
         "k1": (-d, d),
-        "k2": (0.5 * sums["squares"], 0.5 * sums["squares"]),
+        "k2": (0.5 * sums.get("squares", d), 0.5 * sums.get("squares", d)),
         "k3": (weight - d, sums["inverse"] + d),
         "abs": (sums["absolute"], sums["absolute"]),
     }[kl_type]

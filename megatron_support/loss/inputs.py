@@ -87,7 +87,9 @@ def token_inputs(
     assert curr is not None
     given = tokens("advantages", advantages)
     if sample_mask is not None:
-        valid = valid & layout.to_tokens(_as_bool(_sequences("sample_mask", sample_mask, layout)))
+        kept = layout.to_tokens(_as_bool(_sequences("sample_mask", sample_mask, layout)))
+        # On bytes: the CPU is slow at broadcasting bool.
+        valid = torch.bitwise_and(valid.view(torch.uint8), kept.view(torch.uint8)).view(torch.bool)
     return TokenInputs(
         layout=layout,
         valid=valid,

@@ -60,26 +60,38 @@ class Selection:
         self.mask = mask
         self._bits: dict[torch.dtype, Tensor] = {}
 
-    def __call__(self, values: Tensor) -> Tensor:
-        values = values if values.dtype == torch.float64 else values.float()
-        word = torch.int64 if values.dtype == torch.float64 else torch.int32
+    def bits(self, dtype: torch.dtype) -> Tensor:
+        """The mask as integers of the dtype's width, all bits set where True; see :func:`keep`."""
+        word = torch.int64 if dtype == torch.float64 else torch.int32
         if word not in self._bits:
             self._bits[word] = self.mask.view(torch.uint8).to(word).neg()
-        return _AndBits.apply(values, self._bits[word])
+        return self._bits[word]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        values = values if values.dtype == torch.float64 else values.float()
+        bits = self.bits(values.dtype)
+        if values.requires_grad and torch.is_grad_enabled():
+            return _AndBits.apply(values, bits)
+        return keep(values, bits)
+
+
+def keep(values: Tensor, bits: Tensor) -> Tensor:
+    """``values`` where all bits are set, 0 where none is; without gradient."""
+    return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
 
 
 class _AndBits(Function):
     @staticmethod
-    def forward(values: Tensor, bits: Tensor) -> Tensor:
-        return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
+    def forward(ctx: Any, values: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
+        return keep(values, bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _AndBits.apply(grads[0].contiguous(), ctx.saved_tensors[0]), None
+        gradient, (bits,) = grads[0].contiguous(), ctx.saved_tensors
+        if gradient.requires_grad:
+            return _AndBits.apply(gradient, bits), None
+        return keep(gradient, bits), None
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
@@ -98,10 +110,10 @@ def poison(first: Tensor, *others: Tensor) -> Tensor:
     Clipping would turn an infinite ratio into an ordinary number. Added to the loss, this keeps a fault visible.
     Sanitised tensors hold something non-finite only at tokens that take part.
     """
-    total = (first.detach() * 0).sum()
+    probe = first.detach() * 0
     for values in others:
-        total = total + (values.detach() * 0).sum()
-    return total
+        probe.add_(values.detach(), alpha=0)
+    return probe.sum()
 
 
 def count(mask: Tensor) -> Tensor:
@@ -110,7 +122,5 @@ def count(mask: Tensor) -> Tensor:
 
 
 def sequence_counts(mask: Tensor, layout: Layout) -> Tensor:
-    """float64 ``[sequences]``: this rank's True entries of each sequence."""
-    if layout.sequence_ids is None:
-        return torch.count_nonzero(mask, dim=-1).double()
-    return layout.local_sums(mask.double())
+    """float64 ``[sequences]``: this rank's True entries of each sequence (exact below 2^24 of one)."""
+    return layout.local_sums(as_float(mask, torch.float32)).double()

@@ -16,21 +16,17 @@ MAX_LOG_RATIO = 20.0
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """The log-ratio clamped into [-20, 20], gradient 0 beyond."""
-    return _Bounded.apply(log_ratio)[0]
+    return _Bounded.apply(log_ratio)
 
 
 class _Bounded(Function):
     """``clamp`` with a backward of one multiplication."""
 
     @staticmethod
-    def forward(values: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, values: Tensor) -> Tensor:
         clamped = values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return clamped, torch.eq(clamped, values, out=torch.empty_like(values))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(output[1])
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(torch.eq(clamped, values, out=torch.empty_like(values)))
+        return clamped
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.model import ModelParts, evaluating, model_forward
+from megatron_support.megatron.model import ModelParts, evaluating
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.support import support_logprobs
 from megatron_support.types import TokenBatch, TokenLogprobs
 
 
@@ -67,12 +67,17 @@ def compute_logprobs(
         forward_only=True,
     )
 
+    fused = uses_fused_head(logprobs, model, groups, minibatch.microbatches[0].targets.numel())
+
     def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        return model_forward(chunk, batch), partial(collect, batch)
+        output = run_chunk(chunk, batch, fused=fused)
+        return output.tensor, partial(collect, batch, output)
 
-    def collect(batch: TokenBatch, logits: Tensor, non_loss_data: bool = True) -> tuple[TokenBatch, TokenLogprobs]:
-        return batch, batch_logprobs(logits, batch, model=model, groups=groups, logprobs=logprobs)
+    def collect(
+        batch: TokenBatch, output: StageOutput, tensor: Tensor, non_loss_data: bool = True
+    ) -> tuple[TokenBatch, TokenLogprobs]:
+        return batch, batch_logprobs(output, batch, model=model, groups=groups, logprobs=logprobs)
 
     with torch.no_grad(), evaluating(model):
         results = run_schedule(model, minibatch, forward_step, forward_only=True)
@@ -100,31 +105,6 @@ def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> Rollou
             "them, or use recompute"
         )
     return rollouts
-
-
-def batch_logprobs(
-    logits: Tensor,
-    batch: TokenBatch,
-    *,
-    model: ModelParts,
-    groups: ParallelGroups,
-    logprobs: LogprobConfig,
-    entropy: bool = False,
-    inplace_backward: bool = False,
-) -> TokenLogprobs:
-    """Log-probabilities of a microbatch's targets from its vocab-parallel logits ``[T, V/TP]``, in predictor order."""
-    return support_logprobs(
-        logits,
-        batch.targets,
-        batch.sampling,
-        vocab_size=model.architecture.vocab_size,
-        tp_group=groups.tensor,
-        support=batch.support,
-        entropy=entropy,
-        ties=logprobs.ties,
-        chunk_size=logprobs.chunk_size,
-        inplace_backward=inplace_backward,
-    )
 
 
 def _everywhere(columns: Tensor, groups: ParallelGroups) -> Tensor:

@@ -15,9 +15,9 @@ from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.distributed.sequence_sum import sum_over_group
 from megatron_support.loss import actor_loss, find_faults
-from megatron_support.megatron.forward import batch_logprobs
+from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
-from megatron_support.megatron.model import ModelParts, model_forward
+from megatron_support.megatron.model import ModelParts
 from megatron_support.megatron.scaling import loss_factor
 from megatron_support.metrics import MetricSet
 from megatron_support.types import LossOutput, TokenBatch, TokenLogprobs
@@ -73,6 +73,7 @@ class MegatronActorLoss:
         self.minibatch = minibatch
         self.groups = groups
         self.logprobs = logprobs or LogprobConfig()
+        self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
         self.per_token = bool(model.config.calculate_per_token_loss)
         self.survivors = config.normalization == "survivors"
         self.factor = loss_factor(
@@ -85,16 +86,17 @@ class MegatronActorLoss:
     def forward_step(self, iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
         """Megatron's ``forward_step_func``: the next microbatch through one model chunk."""
         batch = next(iterator)
-        return model_forward(chunk, batch), partial(self.loss_func, batch)
+        output = run_chunk(chunk, batch, fused=self.fused)
+        return output.tensor, partial(self.loss_func, batch, output)
 
-    def loss_func(self, batch: TokenBatch, logits: Tensor) -> tuple[Any, ...]:
-        """Megatron's ``loss_func`` for vocab-parallel logits ``[T, V/TP]`` of the last stage.
+    def loss_func(self, batch: TokenBatch, output: StageOutput, tensor: Tensor) -> tuple[Any, ...]:
+        """Megatron's ``loss_func`` for the last stage's output; ``tensor`` is ``output.tensor``, as Megatron passes it.
 
         Returns:
             ``(loss, record)``, or ``(loss sum, surviving count, record)`` where the schedule divides by survivors.
         """
         values = batch_logprobs(
-            logits,
+            output,
             batch,
             model=self.model,
             groups=self.groups,
@@ -102,19 +104,19 @@ class MegatronActorLoss:
             entropy=self.config.entropy_coef != 0,
             inplace_backward=True,
         )
-        output = self.actor_loss(batch, values)
+        result = self.actor_loss(batch, values)
         record = MicrobatchRecord(
             batch=batch,
             logprobs=_detached(values),
-            loss=output.loss.detach().clone(),
-            metrics=output.metrics,
-            surviving_tokens=output.surviving_tokens,
-            surviving_sequences=output.surviving_sequences,
+            loss=result.loss.detach().clone(),
+            metrics=result.metrics,
+            surviving_tokens=result.surviving_tokens,
+            surviving_sequences=result.surviving_sequences,
             faults=find_faults(self.config, **self.tensors(batch, values)).total,
         )
         if self.survivors and self.per_token:
-            return output.loss.clone(), self.survivor_count(record).to(torch.int), record
-        return output.loss * self.factor, record
+            return result.loss.clone(), self.survivor_count(record).to(torch.int), record
+        return result.loss * self.factor, record
 
     def actor_loss(self, batch: TokenBatch, values: TokenLogprobs) -> LossOutput:
         """This microbatch's part of the loss; divided by global counts, or a sum under ``survivors``."""

@@ -164,20 +164,25 @@ def model_forward(chunk: nn.Module, batch: TokenBatch) -> Tensor:
         On the last stage vocab-parallel logits ``[T, V/TP]`` in the model's dtype, T tokens in the order of
         ``batch.input_ids.flatten()``; elsewhere the activation ``[s, b, hidden]`` for the next stage.
     """
-    bare = unwrap(chunk)
-    options = {"fp32_output": False} if _has_wrapper(chunk, Float16Module) else {}
-    context = bare.config.context_parallel_size
+    output = call_chunk(chunk, batch)
+    return output.flatten(0, 1) if unwrap(chunk).post_process else output
+
+
+def call_chunk(chunk: nn.Module, batch: TokenBatch, **options: Any) -> Tensor:
+    """What GPTModel returns for a microbatch; ``options`` are further arguments of its forward."""
+    if _has_wrapper(chunk, Float16Module):
+        options["fp32_output"] = False
     packed = None
     if batch.cu_seqlens is not None:
+        context = unwrap(chunk).config.context_parallel_size
         packed = packed_parameters(batch.cu_seqlens, batch.input_ids.numel() * context)
-    output = chunk(
+    return chunk(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         attention_mask=None,
         packed_seq_params=packed,
         **options,
     )
-    return output.flatten(0, 1) if bare.post_process else output
 
 
 @contextlib.contextmanager

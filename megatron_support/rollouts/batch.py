@@ -88,11 +88,19 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         """Check sizes, and that no response begins a sequence: its first token is predicted from nothing."""
         tokens, sequences = int(self.cu_seqlens[-1]), self.cu_seqlens.numel() - 1
+        if int(self.cu_seqlens[0]) != 0 or (self.lengths < 1).any():
+            raise RolloutError(
+                f"cu_seqlens must ascend from 0, every sequence with at least one token, got {self.cu_seqlens.tolist()}"
+            )
         for names, size, unit in ((PER_TOKEN, tokens, "token"), (PER_SEQUENCE, sequences, "sequence")):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and len(value) != size:
                     raise RolloutError(f"{name} must have {size} entries, one for each {unit}, got {len(value)}")
+        if self.support is not None and self.support.offsets.numel() != tokens + 1:
+            raise RolloutError(
+                f"support.offsets must have {tokens + 1} entries, one more than tokens, got {len(self.support.offsets)}"
+            )
         first = self.response_mask[self.cu_seqlens[:-1]]
         if first.any():
             name = self.sample_ids[int(first.nonzero()[0])]
@@ -153,7 +161,9 @@ def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def shortest_decimal(value: float) -> float:
     """The shortest decimal that is the same fp32 number: 0.9, not 0.8999999761581421."""
-    return float(f"{value:.7g}")
+    target = torch.tensor(value, dtype=torch.float32)
+    candidates = (float(f"{value:.{digits}g}") for digits in range(6, 10))  # nine digits tell all fp32 numbers apart
+    return next((c for c in candidates if torch.tensor(c, dtype=torch.float32) == target), value)
 
 
 def select_support(support: RolloutSupport, token_rows: Tensor) -> RolloutSupport:

@@ -27,8 +27,8 @@ def read_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Rollout
     A row has the fields id, prompt_id, prompt, response, tokens ``[L]``, response_mask ``[L]``, generation_logprobs
     ``[L]`` (under the row's filter; anything outside the response; -inf, in JSON ``-Infinity``, where the engine says a
     token is outside its support), reward, sampling {temperature, top_k, top_p}, support {token_ids ``[N]``, offsets
-    ``[L + 1]``} or null, and optionally sample_mask and per-token columns of a RolloutBatch. Other fields are left out.
-    Rows with the same prompt_id are one group.
+    ``[L + 1]``} or null, and optionally sample_mask, reward_components ``[K]`` and per-token columns of a RolloutBatch.
+    Other fields are left out. Rows with the same prompt_id are one group.
 
     Args:
         path: a ``.jsonl`` or ``.parquet`` file.
@@ -86,9 +86,13 @@ def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """The sequences of several batches, one after the other. Groups of different batches stay apart.
 
+    Where two samples share an id, every id gets its batch's number in front.
+
     Raises:
-        RolloutError: an optional column is in some batches and not in others, or two samples share an id.
+        RolloutError: there is no batch, or an optional column is in some batches and not in others.
     """
+    if not batches:
+        raise RolloutError("at least one batch is needed to concatenate, got none; pass one")
     if len(batches) == 1:
         return batches[0]
     joined: dict[str, Any] = {}
@@ -123,18 +127,20 @@ def _join(name: str, values: list[Any]) -> Any:
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, data) of each line; empty lines are passed over."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", _parse(f"{path}:{number}", line)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise RolloutError(f"{path}: cannot read it ({error}); give a readable UTF-8 JSONL file") from None
 
 
-def _parse(place: str, line: str) -> Any:
+def _parse(place: str, line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
         raise RolloutError(f"{place}: not valid JSON ({error}); write one object a line") from None
 
 
@@ -149,7 +155,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 for data in part.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", data
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
 
 
@@ -159,6 +165,12 @@ def _check_columns(path: Path, rows: list[Row]) -> None:
         without = [row.id for row in rows if name not in row.columns]
         if without and len(without) < len(rows):
             raise RolloutError(f"{path}: {name}: must be in every row or in none, missing in {without[0]!r}; add it")
+    components = {len(row.reward_components or ()): row.id for row in rows}
+    if len(components) > 1:
+        raise RolloutError(
+            f"{path}: reward_components: must have the same number of entries in every row, got "
+            f"{', '.join(f'{n} in {name!r}' for n, name in sorted(components.items()))}; correct them"
+        )
     # without a kept set of its own, a row cannot be replayed beside rows that can
     bare = [row.id for row in rows if row.support is None]
     if bare and len(bare) < len(rows):
@@ -184,6 +196,7 @@ def _batch(rows: list[Row]) -> RolloutBatch:
         response_mask=tokens("response_mask", torch.bool),
         generation_logprobs=tokens("generation_logprobs", torch.float32),
         rewards=sequences("reward", torch.float32),
+        reward_components=sequences("reward_components", torch.float32) if rows[0].reward_components else None,
         sample_mask=sequences("sample_mask", torch.bool),
         group_ids=torch.tensor([groups[row.prompt_id] for row in rows]),
         temperature=sequences("temperature", torch.float32),
@@ -213,6 +226,7 @@ def _offsets(sizes: list[int]) -> Tensor:
 
 def _plain_rows(rollouts: RolloutBatch) -> Iterator[dict[str, Any]]:
     columns = [name for name in PER_TOKEN if getattr(rollouts, name) is not None]
+    components = rollouts.reward_components
     for s in range(rollouts.num_sequences):
         start, end = rollouts.cu_seqlens[s : s + 2].tolist()
         yield {
@@ -222,6 +236,7 @@ def _plain_rows(rollouts: RolloutBatch) -> Iterator[dict[str, Any]]:
             "response": rollouts.responses[s] if rollouts.responses else "",
             **{name: getattr(rollouts, name)[start:end].tolist() for name in columns},
             "reward": float(rollouts.rewards[s]),
+            **({} if components is None else {"reward_components": components[s].tolist()}),
             "sample_mask": bool(rollouts.sample_mask[s]),
             "sampling": {
                 "temperature": shortest_decimal(float(rollouts.temperature[s])),

@@ -134,7 +134,9 @@ def _bins_needed(sizes: Tensor, capacity: int) -> int:
     def fits(bins: int) -> bool:
         return int(_deal(descending, bins)[1].max()) <= capacity
 
-    low = bins = max(1, -(-int(sizes.sum()) // capacity))
+    if not sizes.numel():
+        return 1
+    low = bins = -(-int(sizes.sum()) // capacity)
     step = 1
     while bins < sizes.numel() and not fits(bins):  # one each always fits
         low, bins, step = bins + 1, min(bins + step, sizes.numel()), 2 * step

@@ -13,6 +13,15 @@ from megatron_support.errors import RolloutError
 MAX_LOGPROB = 1e-4
 """A log-probability is at most 0; an engine's rounding may leave it a little above."""
 
+MAX_FP32 = 3.4028234663852886e38
+"""Numbers are kept in fp32; a larger one would silently become infinite, which says "outside the support"."""
+
+MIN_SAMPLING = 1e-37
+"""A temperature or top_p below the normal fp32 numbers counts as 0."""
+
+MAX_INTEGER = 2**63
+"""Ids and top_k are kept in int64."""
+
 OPTIONAL_TOKEN_COLUMNS = (
     "prev_logprobs",
     "prev_logprobs_unfiltered",
@@ -44,6 +53,8 @@ class Row:
     support: tuple[list[int], list[int]] | None = None
     """(token ids, offsets)."""
     columns: Mapping[str, list[float]] = field(default_factory=dict)
+    """0 where a file has no number outside the response."""
+    reward_components: list[float] | None = None
 
 
 class FieldError(ValueError):
@@ -82,7 +93,8 @@ def check_row(data: Any, *, vocab_size: int | None = None) -> Row:
         top_p=top_p,
         sample_mask=_flag(data.get("sample_mask", True), "sample_mask"),
         support=support,
-        columns={name: _numbers(data, name, len(tokens)) for name in optional},
+        columns={name: _column(data, name, mask) for name in optional},
+        reward_components=_reward_components(data),
     )
 
 
@@ -95,13 +107,13 @@ def _token_ids(data: Mapping[str, Any], vocab_size: int | None) -> list[int]:
 
 
 def _check_ids(name: str, ids: list[Any], vocab_size: int | None) -> None:
-    bound = math.inf if vocab_size is None else vocab_size
+    bound = MAX_INTEGER if vocab_size is None else vocab_size
     for position, token in enumerate(ids):
         if type(token) is not int:
             raise FieldError(f"{name}[{position}]: must be an integer token id, got {_short(token)}; correct it")
         if not 0 <= token < bound:
-            rule = "must be >= 0" if vocab_size is None else f"must be in the vocabulary [0, {vocab_size})"
-            raise FieldError(f"{name}[{position}]: {rule}, got {token}; use the tokenizer of the model")
+            rule = "must be a token id >= 0" if vocab_size is None else f"must be in the vocabulary [0, {vocab_size})"
+            raise FieldError(f"{name}[{position}]: {rule}, got {_short(token)}; use the tokenizer of the model")
 
 
 def _response_mask(data: Mapping[str, Any], length: int) -> list[bool]:
@@ -123,10 +135,12 @@ def _generation_logprobs(data: Mapping[str, Any], mask: list[bool], filtering: b
         where = f"generation_logprobs[{position}]"
         if value is None:
             raise FieldError(f"{where}: missing at a response token; ask the engine for it, or drop the row")
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if not _is_number(value):
             raise FieldError(f"{where}: must be a number, got {_short(value)}; correct it or drop the row")
         if value > MAX_LOGPROB:
-            raise FieldError(f"{where}: must be <= 0, got {value}; give log-probabilities, not probabilities")
+            raise FieldError(f"{where}: must be <= 0, got {_short(value)}; give log-probabilities, not probabilities")
+        if -math.inf < value < -MAX_FP32:
+            raise FieldError(f"{where}: must fit into fp32, got {_short(value)}; write -Infinity for a token outside")
         if value == -math.inf and not filtering:
             raise FieldError(
                 f"{where}: must be finite without top_k, top_p < 1 or support, got -inf; give the row's sampling filter"
@@ -137,24 +151,45 @@ def _generation_logprobs(data: Mapping[str, Any], mask: list[bool], filtering: b
 
 def _reward(data: Mapping[str, Any]) -> float:
     reward = _required(data, "reward", (int, float), "a number")
-    if not math.isfinite(reward):
-        raise FieldError(f"reward: must be finite, got {reward}; correct it or drop the row")
+    _check_finite("reward", reward)
     return float(reward)
+
+
+def _reward_components(data: Mapping[str, Any]) -> list[float] | None:
+    if data.get("reward_components") is None:
+        return None
+    values = _list(data, "reward_components", None)
+    if not values:
+        raise FieldError("reward_components: must hold at least one number, got none; add them or leave the field out")
+    for position, value in enumerate(values):
+        _check_finite(f"reward_components[{position}]", value)
+    return [float(value) for value in values]
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not _is_number(value) or not -MAX_FP32 <= value <= MAX_FP32:
+        raise FieldError(f"{name}: must be a finite number, got {_short(value)}; correct it or drop the row")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def _sampling(data: Mapping[str, Any]) -> tuple[float, int, float]:
     sampling = _required(data, "sampling", (Mapping,), "an object with temperature, top_k and top_p")
     temperature = _required(sampling, "temperature", (int, float), "a number", prefix="sampling.")
-    if not 0 < temperature < math.inf:
-        raise FieldError(f"sampling.temperature: must be > 0 and finite, got {temperature}; for greedy use top_k 1")
+    if not MIN_SAMPLING < temperature <= MAX_FP32:
+        raise FieldError(
+            f"sampling.temperature: must be > 0 and finite, got {_short(temperature)}; for greedy use top_k 1"
+        )
     top_k = sampling.get("top_k")
-    if top_k is not None and (type(top_k) is not int or top_k < 1):
+    if top_k is not None and (type(top_k) is not int or not 1 <= top_k < MAX_INTEGER):
         raise FieldError(f"sampling.top_k: must be an integer >= 1, got {_short(top_k)}; use null for no top-k")
     top_p = (
         1.0 if sampling.get("top_p") is None else _required(sampling, "top_p", (int, float), "a number", "sampling.")
     )
-    if not 0 < top_p <= 1:
-        raise FieldError(f"sampling.top_p: must be in (0, 1], got {top_p}; use 1.0 for no nucleus filter")
+    if not MIN_SAMPLING < top_p <= 1:
+        raise FieldError(f"sampling.top_p: must be in (0, 1], got {_short(top_p)}; use 1.0 for no nucleus filter")
     return float(temperature), top_k or 0, float(top_p)
 
 
@@ -185,12 +220,19 @@ def _support(
     return ids, offsets
 
 
-def _numbers(data: Mapping[str, Any], name: str, length: int) -> list[float]:
-    values = _list(data, name, length)
-    for position, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise FieldError(f"{name}[{position}]: must be a number, got {_short(value)}; correct it")
-    return [float(value) for value in values]
+def _column(data: Mapping[str, Any], name: str, mask: list[bool]) -> list[float]:
+    """A per-token column. Outside the response anything may stand; what is no number there becomes 0."""
+    values = _list(data, name, len(mask))
+    result = [0.0] * len(mask)
+    for position, (value, is_response) in enumerate(zip(values, mask, strict=True)):
+        if _is_number(value) and (abs(value) <= MAX_FP32 or (name == "prev_logprobs" and value == -math.inf)):
+            result[position] = float(value)
+        elif is_response:
+            rule = "a finite number"
+            if name == "prev_logprobs":
+                rule += ", or -Infinity for a token outside the support"
+            raise FieldError(f"{name}[{position}]: must be {rule}, got {_short(value)}; correct it or drop the row")
+    return result
 
 
 def _required(data: Mapping[str, Any], name: str, kinds: tuple[type, ...], description: str, prefix: str = "") -> Any:
@@ -220,6 +262,8 @@ def _flag(value: Any, name: str) -> bool:
 
 
 def _short(value: Any) -> str:
+    if type(value) is int and abs(value) >= MAX_INTEGER:
+        return "an integer beyond 64 bits"  # printing thousands of digits fails
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -83,13 +83,13 @@ def _refine(rows: Rows, entries: Tensor, need: Need, filters: Filters, shard: Vo
     too_low, too_high = above >= need.amount, (reached < need.amount) & (low > lowest)
     missed = (too_low | too_high).nonzero().flatten()
     if missed.numel():
-        again_low = torch.where(too_low, high, torch.full_like(low, lowest))
+        wrong = too_low | too_high
         again_high = torch.where(too_low, need.ceiling, low)
+        low = torch.where(wrong, torch.where(too_low, high, lowest), low)
+        high = torch.where(wrong, again_high, high)
         part = need.at(missed)
-        inside = inside.replaced(
-            missed, _split(rows, entries[missed], again_low[missed], again_high[missed], part, shard)
-        )
-    return _narrow(inside, need, filters, shard)
+        inside = inside.replaced(missed, _split(rows, entries[missed], low[missed], high[missed], part, shard))
+    return _narrow(inside, low, high, need, filters, shard)
 
 
 def _bracket(rows: Rows, entries: Tensor, need: Need, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -209,39 +209,64 @@ def _split(rows: Rows, entries: Tensor, low: Tensor, high: Tensor, need: Need, s
     return _Inside(shard.total(sums), inside, often, row)
 
 
-def _narrow(inside: _Inside, need: Need, filters: Filters, shard: VocabularyShard) -> Boundary:
-    """Histogram the logits inside until one value is left per row."""
-    values, times, row = inside.values.double(), inside.times, inside.row
+def _narrow(
+    inside: _Inside, low: Tensor, high: Tensor, need: Need, filters: Filters, shard: VocabularyShard
+) -> Boundary:
+    """Histogram the logits inside ``[low, high]`` until one value is left per row; one collective a round.
+
+    Values are told apart by integers of the same order, so that the number of rounds depends on the bracket alone.
+    """
+    # a sum with 0 makes the two zeros one
+    key, row, times = _order_key(inside.values + 0.0), inside.row, inside.times
+    first, last = _order_key(low + 0.0), _order_key(high + 0.0)
     base = inside.sums[:, :2].t().contiguous()
     count = need.amount.numel()
-    mass = exp_difference(values, need.maximum[row]) * times
+    mass = exp_difference(inside.values, need.maximum[row]) * times
     while True:
-        high = values.new_full((count,), -torch.inf).scatter_reduce_(0, row, values, "amax")
-        low = values.new_full((count,), torch.inf).scatter_reduce_(0, row, values, "amin")
-        high, negated = shard.maximum(torch.stack([high, -low]))
-        low = -negated
-        scale = (_BINS - 1) / (high - low).clamp(min=torch.finfo(torch.float64).tiny)
-        slot = ((high[row] - values) * scale[row]).long().clamp_(0, _BINS - 1) + row * _BINS
-        histogram = torch.zeros(2, count * _BINS, dtype=torch.float64, device=values.device)
+        width = (last - first) // _BINS + 1
+        slot = (last[row] - key) // width[row] + row * _BINS
+        histogram = torch.zeros(2, count * _BINS, dtype=torch.float64, device=key.device)
         histogram[0].index_add_(0, slot, mass)
         histogram[1].index_add_(0, slot, times)
         histogram = shard.total(histogram).view(2, count, _BINS)
         before = histogram.cumsum(-1) - histogram + base[..., None]
         possible = (before[int(need.by_count)] < need.amount[:, None]) & (histogram[1] > 0)
-        chosen = (possible * torch.arange(1, _BINS + 1, device=values.device)).argmax(-1)
+        chosen = (possible * torch.arange(1, _BINS + 1, device=key.device)).argmax(-1)
         base = before.gather(2, chosen.expand(2, -1)[..., None]).squeeze(2)
-        if bool((high <= low).all()):
+        last = last - chosen * width
+        first = torch.maximum(first, last - width + 1)
+        if bool((width == 1).all()):
             break
         keep = slot == chosen[row] + row * _BINS
-        values, times, row, mass = values[keep], times[keep], row[keep], mass[keep]
+        key, times, row, mass = key[keep], times[keep], row[keep], mass[keep]
+    value = _from_order_key(last, need.maximum.dtype)
     ties = histogram[1].gather(1, chosen[:, None]).squeeze(1)
     if not filters.index_ties:
         kept = ties
     elif need.by_count:
         kept = (need.amount - base[1]).clamp(min=1).minimum(ties)
     else:
-        kept = kept_by_mass(base[0], exp_difference(high, need.maximum), ties, need.amount)
-    return Boundary(high.to(need.maximum.dtype), base[0], ties, kept)
+        kept = kept_by_mass(base[0], exp_difference(value, need.maximum), ties, need.amount)
+    return Boundary(value, base[0], ties, kept)
+
+
+_BITS = {torch.float32: (torch.int32, 0), torch.float64: (torch.int64, 2)}
+"""Integers of a dtype's size, and how many low bits to drop so that differences of two stay in int64: none for float32;
+float64 values that differ in those alone count as equal."""
+
+
+def _order_key(values: Tensor) -> Tensor:
+    """int64 that order as the values do."""
+    integer, dropped = _BITS[values.dtype]
+    bits = values.view(integer)
+    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long() >> dropped
+
+
+def _from_order_key(key: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest value of each key."""
+    integer, dropped = _BITS[dtype]
+    bits = (key << dropped).to(integer)
+    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).view(dtype)
 
 
 def count_equal(rows: Rows, entries: Tensor, values: Tensor, shard: VocabularyShard) -> Tensor:

@@ -9,6 +9,8 @@ from tests.ranks import run_ranks
 STEPS = 2
 SAME = ("loss", "grad_norm", "kl_penalty", "policy_support_excluded_tokens", "probs_ratio", "lr")
 
+FUSED = {"fused_head": True}
+
 LAYOUTS = {
     "tp2": (2, {"parallel": {"tensor": 2}}),
     "tp2_sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
@@ -19,6 +21,18 @@ LAYOUTS = {
     "dp2_distributed_optimizer": (2, {"optimizer": {"distributed": True}}),
     "padded": (1, {"microbatch": {"max_tokens": 40, "layout": "padded"}}),
     "one_microbatch": (1, {"microbatch": {"max_tokens": 4096}}),
+    "every_position": (1, {"logprobs": {"response_only": False}}),
+    "fused_head": (1, {"logprobs": FUSED}),
+    "fused_head_tp2": (2, {"logprobs": FUSED, "parallel": {"tensor": 2}}),
+    "fused_head_tp2_sp_padded": (
+        2,
+        {
+            "logprobs": FUSED,
+            "parallel": {"tensor": 2, "sequence": True},
+            "microbatch": {"max_tokens": 40, "layout": "padded"},
+        },
+    ),
+    "fused_head_pp2_vpp2": (2, {"logprobs": FUSED, "parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
     "tp2_pp2": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
     "pp2_dp2_padded": (4, {"parallel": {"pipeline": 2}, "microbatch": {"max_tokens": 40, "layout": "padded"}}),
 }

@@ -111,10 +111,10 @@ def test_a_replayed_support_excludes_nothing(tmp_path):
 
 
 def test_the_reward_rises(tmp_path):
-    overrides = ["train.steps=16", "parallel.tensor=1", "logging.tensorboard=false"]
+    overrides = ["train.steps=20", "parallel.tensor=1", "logging.tensorboard=false"]
     _, rewards, _, _ = run_ranks(1, run, QUICKSTART, tmp_path, overrides)[0]
     assert sum(rewards[:4]) / 4 < 0.1
-    assert sum(rewards[-4:]) / 4 > 0.15
+    assert sum(rewards[-4:]) / 4 > 0.2
 
 
 def file_recipe(tmp_path, rollouts: Path, **train) -> Path:

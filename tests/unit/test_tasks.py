@@ -1,11 +1,14 @@
 """Built-in tasks: deterministic prompts, rewards worked out by hand."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_support.errors import ConfigurationError
+from megatron_support.training import tasks
 from megatron_support.training.tasks import BOS, EOS, PAD, get_task, register_task, registered_tasks
 
 # task, question, right answer
@@ -89,3 +92,13 @@ def test_a_name_is_registered_once():
     assert register_task(task) is task
     with pytest.raises(ConfigurationError, match="'sort' is registered already"):
         register_task(type(task)(**{**vars(task), "partial_credit": 0.0}))
+
+
+def test_the_example_of_the_readme_works(monkeypatch):
+    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
+    readme = (Path(tasks.__file__).parent / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
+    exec(compile(example, "README.md", "exec"), {})
+    double = get_task("double")
+    assert double.reward(double.encode("c>"), list(b"cc")) == 1.0
+    assert all(len(prompt) == double.longest_prompt for prompt in double.prompts(0, 8, seed=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -55,9 +55,11 @@ class SurrogateOutput:
     window: tuple[float, float] | None = None
     """The bounds that clip ``ratio``; None for no clipping."""
     clipped: Tensor | None = None
-    """bool, tokens whose gradient a clip removed or whose ratio it changed."""
+    """bool, or 0 and 1: tokens whose gradient a clip removed or whose ratio it changed."""
     bounded: Tensor | None = None
     """bool, tokens where a second bound applies (dual clip, ratio cap)."""
+    importance_ratio: Tensor | None = None
+    """The detached ratio of the inputs; set by :func:`surrogate_loss`."""
 
 
 SurrogateFunction = Callable[..., SurrogateOutput | Tensor]
@@ -105,6 +107,6 @@ def register_surrogate(name: str) -> Callable[[SurrogateFunction], SurrogateFunc
 def surrogate_loss(name: str, inputs: SurrogateInputs, parameters: dict[str, Any]) -> SurrogateOutput:
     """Call the surrogate ``name``."""
     output = SURROGATES[name](inputs, **parameters)
-    if isinstance(output, SurrogateOutput):
-        return output
-    return SurrogateOutput(loss=output, ratio=inputs.ratio)
+    if not isinstance(output, SurrogateOutput):
+        output = SurrogateOutput(loss=output, ratio=inputs.ratio.detach())
+    return replace(output, importance_ratio=inputs.ratio.detach())

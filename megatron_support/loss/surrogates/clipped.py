@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from megatron_support.loss.masks import select
 from megatron_support.loss.surrogates.base import SurrogateInputs, SurrogateOutput, register_surrogate
 
 
@@ -20,22 +19,26 @@ def ppo_clip(
     Schulman et al. 2017, arXiv:1707.06347; asymmetric: Yu et al. 2025, arXiv:2503.14476; dual: Ye et al. 2020,
     arXiv:1912.09729. With ratio_level sequence it is GSPO: Zheng et al. 2025, arXiv:2507.18071.
 
-    The minimum is written as a selection, so a clipped token has gradient exactly 0.
+    The minimum is written as ``k (-r A) + (1 - k) (-clip(r) A)`` with k 0 or 1: one multiplication backwards, and a
+    clipped token has gradient exactly 0.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     plain = ratio.detach()
-    bounded_ratio = plain.clamp(1 - clip_low, 1 + clip_high)
-    clipped = plain * advantages > bounded_ratio * advantages
-    selected = select(~clipped, ratio) + select(clipped, bounded_ratio)
+    clipped_ratio = plain.clamp(1 - clip_low, 1 + clip_high)
+    excess = (plain - clipped_ratio).mul_(advantages)
+    kept = torch.le(excess, 0.0, out=excess)
+    slope = (-advantages).mul_(kept)
+    constant = (advantages + slope).mul_(clipped_ratio)
+    loss = ratio * slope - constant
     bounded = None
     if dual_clip is not None:
-        bounded = (advantages < 0) & (selected.detach() > dual_clip)
-        selected = torch.where(bounded, dual_clip, selected)
+        bounded = (advantages < 0) & (loss.detach() > dual_clip * -advantages)
+        loss = torch.where(bounded, dual_clip * -advantages, loss)
     return SurrogateOutput(
-        loss=selected * -advantages,
+        loss=loss,
         ratio=plain,
         window=(1 - clip_low, 1 + clip_high),
-        clipped=clipped,
+        clipped=1 - kept,
         bounded=bounded,
     )
 
