@@ -9,7 +9,5 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile(
-    "tests", deadline=None, derandomize=True
-)  # the same examples everywhere, however slow the host
+settings.register_profile("tests", deadline=None, derandomize=True)  # equal on every host
 settings.load_profile("tests")

@@ -1,5 +1,7 @@
 """The fused head takes hidden states and the right weight, and no logits of a whole microbatch are made."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,8 +13,6 @@ from tests.ranks import run_ranks
 
 
 def _with_targets(batch):
-    from dataclasses import replace
-
     following = torch.cat([batch.input_ids[:, 1:], torch.full_like(batch.input_ids[:, :1], -1)], 1).flatten()
     return replace(batch, targets=following, response_mask=following >= 0)
 
@@ -23,7 +23,7 @@ def _fused_and_whole(rank, world, tied, packed):
     batch = _with_targets(token_batch(tokens(), packed=packed))
     output = run_chunk(chunk, batch, fused=True)
     bare = model.bare_chunks[0]
-    assert output.weight is bare.shared_embedding_or_output_weight()
+    assert output.weight is (bare.embedding.word_embeddings.weight if tied else bare.output_layer.weight)
     assert output.tensor.shape[-1] == TINY.hidden_size
     assert "forward" not in vars(bare.output_layer), "the output layer is itself again"
     whole = run_chunk(chunk, batch, fused=False)
