@@ -5,7 +5,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 install
-say "training configs/quickstart.yaml on 2 ranks (tensor parallel); run folders go to ./runs"
+say "training configs/quickstart.yaml under torchrun on 2 CPU ranks (tensor parallel); run folders go to ./runs"
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
-exec "$VENV/bin/torchrun" --standalone --nproc-per-node 2 --no-python \
-  "$VENV/bin/megatron-support" train "$ROOT/configs/quickstart.yaml" "$@"
+# --ranks is torchrun --standalone, with the command's own exit code; the same under torchrun itself:
+#   torchrun --standalone --nproc-per-node 2 --no-python megatron-support train configs/quickstart.yaml
+exec "$VENV/bin/megatron-support" train "$ROOT/configs/quickstart.yaml" --ranks 2 "$@"

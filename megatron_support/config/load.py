@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot read the recipe ({error}); give the path of a YAML file") from None
     try:
-        tree = OmegaConf.create(text)
+        tree = OmegaConf.load(io.StringIO(text))
         if not OmegaConf.is_dict(tree):
             raise ConfigurationError(
                 f"{path}: a recipe is a mapping of fields, got {type(tree).__name__}; see configs/"
@@ -44,7 +45,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 raise ConfigurationError(f"override {override!r} must look like field.subfield=value; add '='")
             OmegaConf.update(tree, key, yaml.safe_load(value), merge=False, force_add=True)
         data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
 

@@ -19,8 +19,8 @@ from megatron_support.loss.participation import Participation
 from megatron_support.loss.ratio import MAX_LOG_RATIO
 from megatron_support.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Sum
 
-BLOCK = 1 << 18
-"""Tokens of a block on the CPU: 1 MiB of fp32."""
+BLOCK = 1 << 17
+"""Tokens of a block on the CPU: 512 KiB of fp32."""
 
 Parts = dict[str, Tensor]
 

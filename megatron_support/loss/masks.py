@@ -40,9 +40,9 @@ def exclusions(valid: Tensor, filtered: Tensor | bool, *logprobs: Tensor | None)
     if filtered is False:
         return Exclusions(tokens=None, candidates=None)
     given = [values.detach() for values in logprobs if values is not None]
-    total = given[0]
-    for values in given[1:]:
-        total = total + values
+    total = given[0] + given[1] if len(given) > 1 else given[0]
+    for values in given[2:]:
+        total.add_(values)
     candidates = valid if filtered is True else valid & filtered
     return Exclusions(tokens=candidates & (total == -torch.inf), candidates=candidates)
 

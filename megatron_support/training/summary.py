@@ -80,7 +80,7 @@ def print_summary(summary: Summary, console: Console, text_of: Callable[[int], s
     if exclusions.worst:
         console.print(_table(exclusions.worst, text_of))
     if summary.mismatch is not None:
-        say(f"token_mult_prob_error {summary.mismatch:.4f}, mean over the steps (1 where trainer and engine agree)")
+        say(f"token_mult_prob_error {summary.mismatch:.4f}, mean of exp|trainer - engine| (an excluded token adds 0)")
     share = exclusions.total / exclusions.response_tokens if exclusions.response_tokens else 0.0
     say(f"excluded tokens {exclusions.total} of {exclusions.response_tokens} response tokens ({share:.3%})")
     for source, count in exclusions.sources().items():

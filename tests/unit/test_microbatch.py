@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -72,11 +72,9 @@ def test_a_token_of_one_sequence_leaves_the_others_alone(layout, context_size):
     )
     for one, other in pairs:
         theirs = (one.token_index >= start) & (one.token_index < end)
-        inputs_equal = (one.input_ids == other.input_ids).flatten()
-        assert bool((one.targets == other.targets)[~theirs].all())
-        assert bool(
-            inputs_equal[(one.input_ids < 100 + start).flatten() | (one.input_ids >= 100 + end).flatten()].all()
-        )
+        others = (one.input_ids < 100 + start) | (one.input_ids >= 100 + end)
+        assert torch.equal(one.targets[~theirs], other.targets[~theirs])
+        assert torch.equal(one.input_ids[others], other.input_ids[others])
         for name in COLUMNS:
             assert torch.equal(one.columns[name][~theirs], other.columns[name][~theirs])
             assert bool(other.columns[name][theirs].isnan().all())
@@ -92,6 +90,7 @@ def scatter(batches: list[TokenBatch], values: list[Tensor], total: int) -> tupl
     return result, seen
 
 
+@settings(max_examples=40)
 @given(lengths_of, layouts, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
 def test_every_token_is_predicted_once_over_all_ranks(lengths, layout, context_size, data_size, count_multiple):
     """What is planned and built for all data x context ranks and put back by index is the batch itself."""
@@ -125,6 +124,7 @@ def test_every_token_is_predicted_once_over_all_ranks(lengths, layout, context_s
         assert torch.equal(column, getattr(rollouts, name))
 
 
+@settings(max_examples=50)
 @given(lengths_of, layouts, st.sampled_from([1, 2, 4]))
 def test_an_entry_is_about_the_token_behind_its_input(lengths, layout, context_size):
     """Token n is 100 + n, so the input before target t is t - 1, also at the borders of context-parallel shards."""
@@ -142,6 +142,7 @@ def test_an_entry_is_about_the_token_behind_its_input(lengths, layout, context_s
             assert not batch.columns[name][~valid].any()
 
 
+@settings(max_examples=50)
 @given(lengths_of, layouts, st.sampled_from([2, 4]))
 def test_context_shards_reassemble(lengths, layout, context_size):
     rollouts = make_rollouts(lengths)

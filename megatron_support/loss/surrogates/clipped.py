@@ -19,17 +19,17 @@ def ppo_clip(
     Schulman et al. 2017, arXiv:1707.06347; asymmetric: Yu et al. 2025, arXiv:2503.14476; dual: Ye et al. 2020,
     arXiv:1912.09729. With ratio_level sequence it is GSPO: Zheng et al. 2025, arXiv:2507.18071.
 
-    The minimum is written as ``k (-r A) + (1 - k) (-clip(r) A)`` with k 0 or 1: one multiplication backwards, and a
-    clipped token has gradient exactly 0.
+    The minimum is written as ``r (c A - A) - clip(r) c A`` with c 1 where the clip holds, else 0: one multiplication
+    backwards, and a clipped token has gradient exactly 0.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     plain = ratio.detach()
     clipped_ratio = plain.clamp(1 - clip_low, 1 + clip_high)
     excess = (plain - clipped_ratio).mul_(advantages)
-    kept = torch.le(excess, 0.0, out=excess)
-    slope = (-advantages).mul_(kept)
-    constant = (advantages + slope).mul_(clipped_ratio)
-    loss = ratio * slope - constant
+    clipped = torch.gt(excess, 0.0, out=excess)
+    clipped_advantages = clipped * advantages
+    slope = clipped_advantages - advantages
+    loss = ratio * slope - clipped_advantages.mul_(clipped_ratio)
     bounded = None
     if dual_clip is not None:
         bounded = (advantages < 0) & (loss.detach() > dual_clip * -advantages)
@@ -38,7 +38,7 @@ def ppo_clip(
         loss=loss,
         ratio=plain,
         window=(1 - clip_low, 1 + clip_high),
-        clipped=1 - kept,
+        clipped=clipped,
         bounded=bounded,
     )
 

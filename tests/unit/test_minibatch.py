@@ -1,0 +1,45 @@
+"""Minibatches: each sequence in one optimizer step of an epoch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_support.errors import ConfigurationError
+from megatron_support.rollouts.minibatch import split_minibatches
+
+
+@given(st.data())
+def test_each_sequence_is_in_one_minibatch(data):
+    sequences = data.draw(st.integers(1, 50))
+    minibatches = data.draw(st.integers(1, sequences))
+    parts = split_minibatches(sequences, minibatches, seed=data.draw(st.none() | st.integers(0, 2**40)))
+    assert torch.cat(parts).sort().values.tolist() == list(range(sequences))
+    sizes = [len(part) for part in parts]
+    assert len(sizes) == minibatches and min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_the_order_is_kept_without_a_seed():
+    assert [part.tolist() for part in split_minibatches(5, 2)] == [[0, 1, 2], [3, 4]]
+
+
+def test_a_seed_decides_the_order_and_nothing_else_does():
+    """Ranks shuffle by themselves, whatever their global generators hold."""
+    torch.manual_seed(1)
+    first = torch.cat(split_minibatches(100, 3, seed=7))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = torch.cat(split_minibatches(100, 3, seed=7))
+    assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, torch.cat(split_minibatches(100, 3, seed=8)))
+    assert first.tolist() != list(range(100))
+
+
+@pytest.mark.parametrize("minibatches", [0, -1, 4])
+def test_more_minibatches_than_sequences_are_refused(minibatches):
+    with pytest.raises(ConfigurationError) as caught:
+        split_minibatches(3, minibatches)
+    assert f"from 1 to the number of sequences of a step (3), got {minibatches}" in str(caught.value)
+    assert "lower train.minibatches" in str(caught.value)
