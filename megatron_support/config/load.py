@@ -40,14 +40,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 f"{path}: a recipe is a mapping of fields, got {type(tree).__name__}; see configs/"
             )
         for override in overrides:
-            key, separator, value = override.partition("=")
-            if not separator or not key:
-                raise ConfigurationError(f"override {override!r} must look like field.subfield=value; add '='")
-            OmegaConf.update(tree, key, yaml.safe_load(value), merge=False, force_add=True)
+            key, value = _assignment(override)
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
         data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
+
+
+def _assignment(override: str) -> tuple[str, Any]:
+    """Field and value of an override; the value is read as one in a recipe is (1e-3 is a number in both)."""
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        remedy = "name each field" if separator else "add '='"
+        raise ConfigurationError(f"override {override!r} must look like field.subfield=value; {remedy}")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(f"value: {text}")))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigurationError(f"override {override!r}: the value is not valid YAML ({error}); correct it") from None
+    return key, cast("dict[str, Any]", tree)["value"]
 
 
 def _anchored(recipe: Recipe, folder: Path) -> Recipe:

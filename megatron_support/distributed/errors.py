@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_support.errors import ConfigurationError, GradientFault, LogprobFault, RolloutError
+from megatron_support.errors import ConfigurationError, Fault, GradientFault, LogprobFault, RolloutError
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigurationError, GradientFault, LogprobFault, RolloutError, ValueError, RuntimeError)
+    for kind in (ConfigurationError, GradientFault, LogprobFault, Fault, RolloutError, ValueError, RuntimeError)
 }
+"""A type comes before those it derives from."""
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None, device: torch.device | None = None) -> None:

@@ -323,7 +323,9 @@ def _numerator(
         return local_sum(values, counts, inputs.layout, kind=aggregation.type, max_length=max_length)
 
     per_token = surrogate.loss if correction is None else surrogate.loss * correction.weights
-    total = aggregate(selection(per_token), part.actor_counts)
+    if not surrogate.zero_outside:
+        per_token = selection(per_token)
+    total = aggregate(per_token, part.actor_counts)
     if config.entropy_coef > 0:
         assert inputs.entropy is not None
         total = total - config.entropy_coef * aggregate(selection(inputs.entropy), part.actor_counts)
@@ -397,7 +399,6 @@ def _diagnostics(
             bits=tokens.selection.bits(inputs.curr_logprobs.dtype),
             valid=inputs.valid,
             excluded=part.excluded.tokens,
-            candidates=part.excluded.candidates,
             curr_logprobs=inputs.curr_logprobs.detach(),
             prev_logprobs=inputs.previous,
             generation_logprobs=inputs.generation_logprobs,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_support.kl import KLType
 from megatron_support.loss.correction import CorrectionWeights
-from megatron_support.loss.masks import as_float, keep, select
+from megatron_support.loss.masks import as_float, select
 from megatron_support.loss.participation import Participation
 from megatron_support.loss.ratio import MAX_LOG_RATIO
 from megatron_support.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Sum
@@ -32,12 +32,10 @@ class DiagnosticTokens:
     mask: Tensor
     """bool, the actor mask."""
     bits: Tensor
-    """The actor mask for :func:`keep`."""
+    """The actor mask as integers, all bits set where True."""
     valid: Tensor
     """bool, response & sample mask."""
     excluded: Tensor | None
-    candidates: Tensor | None
-    """bool, valid tokens where filtering is active."""
     curr_logprobs: Tensor
     prev_logprobs: Tensor | None
     generation_logprobs: Tensor | None
@@ -91,13 +89,13 @@ def token_diagnostics(
     """
     names: list[str] = []
     totals, lows, highs = [], [], []
-    scratch: list[Tensor] = []
+    room = tokens.log_ratio.new_empty(0, 0)
     for block in tokens.blocks():
-        if not scratch or scratch[0].shape != block.ratio.shape:
-            scratch = [torch.empty_like(block.log_ratio) for _ in range(2)]
+        if room.shape[1] != block.ratio.numel():
+            room = block.log_ratio.new_empty(6, block.ratio.numel())
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
-        parts, low, high = ratio_parts(block, chosen, window, *scratch)
-        parts |= exclusion_parts(block, *scratch) | mismatch_parts(block, kl_type, *scratch)
+        parts, low, high = ratio_parts(block, chosen, window, room)
+        parts |= exclusion_parts(block, room) | mismatch_parts(block, kl_type, room)
         names = list(parts)
         totals.append(torch.stack(list(parts.values())))
         lows.append(low)
@@ -112,7 +110,7 @@ def token_diagnostics(
 
 
 def ratio_parts(
-    block: DiagnosticTokens, chosen: Tensor, window: tuple[float, float] | None, a: Tensor, b: Tensor
+    block: DiagnosticTokens, chosen: Tensor, window: tuple[float, float] | None, room: Tensor
 ) -> tuple[Parts, Tensor, Tensor]:
     """Sums about the ratio and its clipping, and the smallest and largest ratio (inf and -inf over no token).
 
@@ -120,9 +118,9 @@ def ratio_parts(
         block: the tokens.
         chosen: the actor mask as 0 and 1.
         window: bounds of the ratio.
-        a, b: room for intermediate values.
+        room: ``[2 or more, T]`` for intermediate values.
     """
-    ratio = block.ratio
+    ratio, a, b = block.ratio, room[0], room[1]
     parts = {"survivors": chosen.sum(), "log_ratio": block.log_ratio.sum(), "ratio": torch.dot(ratio, chosen)}
     if window is not None:
         parts["clamped"] = torch.dot(torch.clamp(ratio, *window, out=a), chosen)
@@ -166,28 +164,32 @@ def _ratio_metrics(
     return metrics
 
 
-def exclusion_parts(block: DiagnosticTokens, a: Tensor, b: Tensor) -> Parts:
-    """Sums about excluded tokens: by source, by sign of the advantage, and |advantage|. ``a`` and ``b`` are room."""
-    size = select(block.valid, block.advantages)
-    sign = torch.sign(size, out=a)
-    size.abs_()
-    parts = {"sign": sign.sum(), "signed": torch.dot(sign, sign), "mass": size.sum()}
-    if block.excluded is None or block.candidates is None:
+def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
+    """Sums about excluded tokens: by source, by sign of the advantage, and |advantage|.
+
+    Args:
+        block: the tokens.
+        room: ``[6, T]`` for intermediate values.
+    """
+    size, sign, signed = room[:3]
+    known = select(block.valid, block.advantages)
+    torch.abs(known, out=size)
+    torch.abs(torch.sign(known, out=sign), out=signed)
+    names = ["mass", "sign", "signed"]
+    parts = dict(zip(names, room[:3].sum(dim=1).unbind(), strict=True))
+    if block.excluded is None:
         return parts
-    excluded = as_float(block.excluded, size.dtype)
-    parts["excluded_sign"] = torch.dot(sign, excluded)
-    parts["excluded_signed"] = torch.dot(sign.abs_(), excluded)
-    parts["excluded_mass"] = torch.dot(size, excluded)
-    candidates = b.copy_(block.candidates.view(torch.uint8))
     sources = {
         "current": block.curr_logprobs,
         "previous": block.prev_logprobs,
         "generation": block.generation_logprobs,
     }
-    for name, values in sources.items():
-        if values is not None:
-            parts[f"excluded_by_{name}"] = torch.dot(torch.eq(values, -torch.inf, out=a), candidates)
-    return parts
+    given = {name: values for name, values in sources.items() if values is not None}
+    for values, row in zip(given.values(), room[3:], strict=False):
+        torch.eq(values, -torch.inf, out=row)
+    names = [*(f"excluded_{name}" for name in names), *(f"excluded_by_{name}" for name in given)]
+    counted = torch.mv(room[: len(names)], as_float(block.excluded, room.dtype))
+    return parts | dict(zip(names, counted.unbind(), strict=True))
 
 
 def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
@@ -203,35 +205,37 @@ def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
     }
 
 
-def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, a: Tensor, b: Tensor) -> Parts:
+def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Parts:
     """Sums of d = prev - generation and of w = e^d over surviving tokens; the 1 of an exponential is left out.
 
     Args:
         block: the tokens.
         kl_type: which sums are read.
-        a, b: room for intermediate values.
+        room: ``[4 or more, T]`` for intermediate values.
     """
     if block.log_weight is None:
         return {}
+    a, b, c, curr = room[:4]
     d = torch.clamp(block.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=a)
     parts = {"d": d.sum()}
     if kl_type == "k2":
         parts["squares"] = torch.dot(d, d)
-    weight = d.exp()
+    weight = torch.exp(d, out=b)
     parts["absolute"] = d.abs_().sum()
     if block.token_ratio is None:
         to_generation = torch.add(block.log_ratio, block.log_weight, out=a)
         to_generation.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
     else:
         to_generation = torch.mul(block.token_ratio, weight, out=a)
-    parts["entropy"] = torch.dot(to_generation, keep(block.curr_logprobs, block.bits))
+    torch.bitwise_and(block.curr_logprobs.view(block.bits.dtype), block.bits, out=curr.view(block.bits.dtype))
+    parts["entropy"] = torch.dot(to_generation, curr)
     parts["mixture"] = _sum_of_logs(torch.mul(weight, 0.5, out=a).add_(0.5))
     inverse = torch.reciprocal(weight, out=a).sub_(1)
     weight.sub_(1)
     parts["weight"] = weight.sum()
     parts["weight_squares"] = torch.dot(weight, weight)
     parts["inverse"] = inverse.sum()
-    parts["larger"] = torch.maximum(weight, inverse, out=b).sum()
+    parts["larger"] = torch.maximum(weight, inverse, out=c).sum()
     return parts
 
 

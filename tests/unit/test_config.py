@@ -208,6 +208,7 @@ def test_overrides_set_one_field_or_replace_a_mapping(tmp_path):
     assert recipe.loss.surrogate.type == "cispo" and recipe.loss.surrogate.clip_high == 0.4
     assert recipe.loss.kl.coef == 0.2 and recipe.loss.kl.type != "k1"  # replaced, not merged
     assert load_recipe(path, ["loss.kl=null"]).loss.kl is None
+    assert load_recipe(path, ["optimizer.lr=1e-4", "seed=${train.steps}"]).optimizer.lr == 1e-4
     assert load_recipe(path, ["seed=1", "seed=2"]).seed == 2
 
 
@@ -233,21 +234,21 @@ TEXTS: dict[str, tuple[str, list[str], str]] = {
     "bad YAML": ("name: [1, 2", [], "not a valid recipe"),
     "tab": ("name:\n\t- 1", [], "not a valid recipe"),
     "a list": ("- 1\n- 2", [], "a recipe is a mapping of fields"),
-    "a word": ("hello", [], ""),
-    "a number": ("42", [], ""),
+    "a word": ("hello", [], "hello: unknown field; use one of: name, "),
+    "a number": ("42", [], "not a valid recipe"),
     "empty": ("", [], "name: required and missing; add it"),
     "twice": ("name: a\nname: b", [], "not a valid recipe"),
     "unsafe tag": ("name: !!python/object/apply:os.getcwd []", [], "not a valid recipe"),
     "deep": (DEEP, [], "not a valid recipe"),
-    "number keys": ("1: 2", [], ""),
+    "number keys": ("1: 2", [], "name: required and missing; add it"),
     "unknown reference": ("name: ${nothing}", [], "not a valid recipe"),
     "circle": ("name: ${name}", [], "not a valid recipe"),
     "no value": ("name: a", ["seed"], "override 'seed' must look like field.subfield=value; add '='"),
     "no field": ("name: a", ["=3"], "override '=3' must look like field.subfield=value"),
-    "below a value": ("name: a", ["name.x=3"], ""),
-    "empty part": ("name: a", ["a..b=3"], ""),
-    "bad override": ("name: a", ["seed=[1"], "not a valid recipe"),
-    "a date": ("name: a", ["seed=2026-01-01"], "seed"),
+    "below a value": ("name: a", ["name.x=3"], "name: must be a valid string, got {'x': 3}"),
+    "empty part": ("name: a", ["a..b=3"], "override 'a..b=3' must look like field.subfield=value"),
+    "bad override": ("name: a", ["seed=[1"], "override 'seed=[1': the value is not valid YAML"),
+    "a date": ("name: a", ["seed=2026-01-01"], "seed: must be a valid integer, got '2026-01-01'"),
 }
 
 

@@ -49,7 +49,7 @@ class SurrogateOutput:
     """A loss per token and what diagnostics report about it."""
 
     loss: Tensor
-    """Per token; ignored where the mask is False."""
+    """Per token; ignored at tokens that do not take part."""
     ratio: Tensor
     """What the loss is linear in before clipping: the ratio, or the log-probability. Reported only."""
     window: tuple[float, float] | None = None
@@ -58,6 +58,8 @@ class SurrogateOutput:
     """bool, or 0 and 1: tokens whose gradient a clip removed or whose ratio it changed."""
     bounded: Tensor | None = None
     """bool, tokens where a second bound applies (dual clip, ratio cap)."""
+    zero_outside: bool = False
+    """Whether the loss is 0 at every token that does not take part, as it is where it is a multiple of the advantage."""
     importance_ratio: Tensor | None = None
     """The detached ratio of the inputs; set by :func:`surrogate_loss`."""
 

@@ -40,6 +40,7 @@ def ppo_clip(
         window=(1 - clip_low, 1 + clip_high),
         clipped=clipped,
         bounded=bounded,
+        zero_outside=True,
     )
 
 
