@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs what tests need into .venv, lints, checks types and runs every test.
+# Installs what tests need into .venv (with the SmolLM2 weights), lints, checks types and runs every test.
 # Usage: scripts/test.sh [pytest arguments]     PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 install dev hf
+"$ROOT/scripts/fetch_smollm2.sh"
 cd "$ROOT"
 say "lint: ruff"
 "$VENV/bin/ruff" check .

@@ -35,9 +35,14 @@ def reduce_metrics(metrics: MetricSet, group: ProcessGroup | None, device: torch
             f"ranks hold different metrics; this rank has {sorted(metrics)}. Every rank must report the same names, "
             "also with no valid token: report a metric with count 0 instead of leaving it out"
         )
-    dist.all_reduce(sums, group=group)
+    # a backend's maximum of NaN and a number may be either, so that a NaN is counted among the sums
+    is_nan = maxima.isnan()
+    totals = torch.cat([sums, is_nan.to(sums.dtype)])
+    maxima = torch.where(is_nan, -torch.inf, maxima)
+    dist.all_reduce(totals, group=group)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    return metrics.unpack(sums, maxima)
+    sums, nans = totals.split([sums.numel(), maxima.numel()])
+    return metrics.unpack(sums, torch.where(nans > 0, torch.nan, maxima))
 
 
 def _signature(metrics: MetricSet) -> str:

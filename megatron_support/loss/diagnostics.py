@@ -60,10 +60,11 @@ class DiagnosticTokens:
             tensor = getattr(self, name)
             if tensor is not None:
                 pieces[name] = tensor.reshape(-1).split(size)
-        missing = dict.fromkeys(name for name in _TOKEN_FIELDS if name not in pieces)
         for number in range(len(pieces["mask"])):
-            values: dict[str, Any] = {name: piece[number] for name, piece in pieces.items()}
-            yield DiagnosticTokens(**values, **missing)
+            values: dict[str, Any] = dict.fromkeys(_TOKEN_FIELDS)
+            for name, piece in pieces.items():
+                values[name] = piece[number]
+            yield DiagnosticTokens(**values)
 
 
 _TOKEN_FIELDS = tuple(f.name for f in fields(DiagnosticTokens))
@@ -89,9 +90,9 @@ def token_diagnostics(
     """
     names: list[str] = []
     totals, lows, highs = [], [], []
-    room = tokens.log_ratio.new_empty(0, 0)
+    room: Tensor | None = None
     for block in tokens.blocks():
-        if room.shape[1] != block.ratio.numel():
+        if room is None or room.shape[1] != block.ratio.numel():
             room = block.log_ratio.new_empty(6, block.ratio.numel())
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
         parts, low, high = ratio_parts(block, chosen, window, room)

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_support.errors import ConfigurationError
+from megatron_support.rollouts.microbatch import context_positions
 
 
 @dataclass
@@ -56,19 +57,6 @@ def packed_parameters(cu_seqlens: Tensor, total: int) -> HostPackedSeqParams:
         max_seqlen_kv=longest,
         lengths=lengths,
     )
-
-
-def context_positions(length: int, size: int, rank: int) -> Tensor:
-    """Positions in a sequence of one context-parallel rank's tokens, in its order: int64 ``[length / size]``."""
-    if size == 1:
-        return torch.arange(length)
-    if length % (2 * size):
-        raise ConfigurationError(
-            f"with context parallelism of {size} every padded sequence length must be a multiple of {2 * size}, "
-            f"got {length}; pad the sequences to it"
-        )
-    first, second = torch.arange(length).view(2 * size, -1)[[rank, 2 * size - 1 - rank]]
-    return torch.cat([first, second])
 
 
 class EagerCoreAttention(MegatronModule):
@@ -149,7 +137,7 @@ class EagerCoreAttention(MegatronModule):
         """One sequence: this rank's rows of the queries, all keys in order."""
         mask = None
         if size > 1:
-            positions = context_positions(length, size, rank).to(query.device)
+            positions = context_positions(torch.tensor([length]), size, rank).to(query.device)
             mask = torch.arange(length, device=query.device)[None] <= positions[:, None]
         return F.scaled_dot_product_attention(
             query,
@@ -175,10 +163,5 @@ def _packed_lengths(parameters: PackedSeqParams, total: int) -> Sequence[int]:
 @lru_cache(maxsize=8)  # every layer asks
 def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Where each token of the whole batch is in the concatenation of the ranks' shards: int64 ``[total]``."""
-    start = 0
-    parts: list[list[Tensor]] = [[] for _ in range(size)]
-    for length in lengths:
-        for rank in range(size):
-            parts[rank].append(start + context_positions(length, size, rank))
-        start += length
-    return torch.argsort(torch.cat([torch.cat(part) for part in parts])).to(device)
+    segments = torch.tensor(lengths)
+    return torch.cat([context_positions(segments, size, rank) for rank in range(size)]).argsort().to(device)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_support.config.recipe import ModelConfig, ParallelConfig, RandomWeights
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.megatron.attention import context_positions
 from megatron_support.megatron.minibatch import token_multiples
 from megatron_support.megatron.model import ModelParts, build_model, evaluating, model_forward
 from megatron_support.megatron.schedule import run_schedule
+from megatron_support.rollouts.microbatch import context_positions
 from megatron_support.types import SamplingParams, TokenBatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -180,7 +180,7 @@ class Sampler:
         height = -(-rows // count)
         # rows that fill up the last microbatches; nothing is read from them
         tokens = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1]), 0, height * count - rows))
-        positions = context_positions(width, groups.context_size, groups.context_rank)
+        positions = context_positions(torch.tensor([width]), groups.context_size, groups.context_rank)
         last = torch.nn.functional.pad(lengths - 1, (0, height * count - rows), value=-1)
         batches = [
             _token_batch(block, ends, positions, first=index * height).to(self.model.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support, shortest_decimal
 from megatron_support.rollouts.planning import Layout, round_up
 from megatron_support.types import SamplingParams, TokenBatch
@@ -83,11 +84,19 @@ def context_positions(segments: Tensor, size: int, rank: int) -> Tensor:
 
     Returns:
         int64 ``[sum of segments / size]``.
+
+    Raises:
+        ConfigurationError: a segment cannot be cut in ``2 * size`` equal chunks.
     """
     starts = segments.cumsum(0) - segments
     if size == 1:
         return ragged_arange(starts, segments)
-    assert not (segments % (2 * size)).any(), f"segments must be multiples of {2 * size}, got {segments.tolist()}"
+    odd = segments[segments % (2 * size) != 0]
+    if odd.numel():
+        raise ConfigurationError(
+            f"with context parallelism of {size} every padded sequence length must be a multiple of {2 * size}, "
+            f"got {odd[:5].tolist()}; pad the sequences to it"
+        )
     chunk = segments // (2 * size)
     first, second = starts + rank * chunk, starts + (2 * size - 1 - rank) * chunk
     return ragged_arange(torch.stack([first, second], 1).flatten(), chunk.repeat_interleave(2))

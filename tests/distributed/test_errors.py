@@ -16,7 +16,8 @@ SECONDS = 30.0
 
 def outcome(error: Exception | None) -> tuple[type, str, float]:
     """(type, message) of what a rank raises; and that the ranks are in step after it."""
-    kind, message = type(None), ""
+    kind: type = type(None)
+    message = ""
     try:
         raise_together(error, dist.group.WORLD)
     except Exception as raised:

@@ -7,7 +7,8 @@ import torch
 
 from megatron_support.config.recipe import ParallelConfig
 from megatron_support.errors import ConfigurationError
-from megatron_support.megatron.attention import EagerCoreAttention, context_positions, packed_parameters
+from megatron_support.megatron.attention import EagerCoreAttention, packed_parameters
+from megatron_support.rollouts.microbatch import context_positions
 from tests.megatron.tiny import ready
 from tests.ranks import run_ranks
 
@@ -80,7 +81,9 @@ def test_context_parallel_output_and_gradients_are_those_of_one_rank(packed):
     def on_rank(rank, world, context):
         leaves = [x.requires_grad_() for x in _qkv()]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        mine = torch.cat([s + context_positions(n, context, rank) for s, n in zip(starts, lengths, strict=True)])
+        mine = torch.cat(
+            [s + context_positions(torch.tensor([n]), context, rank) for s, n in zip(starts, lengths, strict=True)]
+        )
         parts = [x[mine] if packed else x[mine].unsqueeze(1) for x in leaves]
         parameters = packed_parameters(_bounds(lengths), sum(lengths)) if packed else None
         output = _attention(context)(*parts, packed_seq_params=parameters)
@@ -98,10 +101,10 @@ def test_context_parallel_output_and_gradients_are_those_of_one_rank(packed):
 
 def test_context_shards_are_the_first_and_the_last_chunks():
     # 12 tokens on 3 ranks: six chunks of two; rank 0 holds chunks 0 and 5, rank 2 holds chunks 2 and 3
-    assert context_positions(12, 3, 0).tolist() == [0, 1, 10, 11]
-    assert context_positions(12, 3, 2).tolist() == [4, 5, 6, 7]
+    assert context_positions(torch.tensor([12]), 3, 0).tolist() == [0, 1, 10, 11]
+    assert context_positions(torch.tensor([12]), 3, 2).tolist() == [4, 5, 6, 7]
 
 
 def test_unpadded_length_under_context_parallelism_is_refused():
-    with pytest.raises(ConfigurationError, match="multiple of 4, got 6; pad"):
-        context_positions(6, 2, 0)
+    with pytest.raises(ConfigurationError, match=r"multiple of 4, got \[6\]; pad"):
+        context_positions(torch.tensor([6]), 2, 0)

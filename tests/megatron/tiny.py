@@ -8,10 +8,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_support.config.recipe import Architecture, ModelConfig, ParallelConfig
-from megatron_support.megatron.attention import context_positions
 from megatron_support.megatron.host import setup_host
 from megatron_support.megatron.model import ModelParts, build_model, model_forward
 from megatron_support.megatron.parallel import initialize_parallel
+from megatron_support.rollouts.microbatch import context_positions
 from megatron_support.types import SamplingParams, TokenBatch
 
 TINY = Architecture(
@@ -45,7 +45,7 @@ def token_batch(sequences: list[Tensor], *, packed: bool, groups=None) -> TokenB
     """The sequences packed in a row, or one under the other padded with 0 to the longest (a multiple of 4)."""
     size, rank = (groups.context_size, groups.context_rank) if groups is not None else (1, 0)
     lengths = [len(sequence) for sequence in sequences]
-    cut = lambda row: row[context_positions(len(row), size, rank)]
+    cut = lambda row: row[context_positions(torch.tensor([len(row)]), size, rank)]
     position = lambda row: torch.arange(len(row))
     if packed:
         input_ids = torch.cat([cut(row) for row in sequences])[None]
@@ -112,7 +112,7 @@ def whole_logits(model: ModelParts, sequences: list[Tensor], groups, *, packed: 
     for rank, part in enumerate(parts):
         start = 0
         for row, length in zip(whole, padded, strict=True):
-            positions = context_positions(length, groups.context_size, rank)
+            positions = context_positions(torch.tensor([length]), groups.context_size, rank)
             row[positions] = part[start : start + len(positions)]
             start += len(positions)
     return torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])

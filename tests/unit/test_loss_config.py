@@ -122,7 +122,7 @@ def test_broken_rules_between_fields_are_reported_together():
         "ratio_level": "sequence",
         "aggregation": {"type": "dr_grpo", "max_length": 8},
     }
-    with pytest.raises(ConfigurationError, match="2 errors\n  ratio_level: .*\n  aggregation.type: "):
+    with pytest.raises(ConfigurationError, match=r"2 errors\n  ratio_level: .*\n  aggregation\.type: "):
         ActorLossConfig.from_dict(data)
 
 

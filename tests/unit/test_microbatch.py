@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts import RolloutBatch
 from megatron_support.rollouts.microbatch import build_microbatch, context_positions
 from megatron_support.rollouts.planning import microbatch_shape, plan_microbatches
@@ -24,7 +25,7 @@ def build(rollouts: RolloutBatch, indices: Any, *, layout: str, context_size: in
     """The microbatch of ``indices`` on every context-parallel rank."""
     indices = torch.as_tensor(indices, dtype=torch.int64)
     multiple = 1 if context_size == 1 else 2 * context_size
-    multiples = {"layout": layout, "sequence_multiple": multiple}
+    multiples: dict[str, Any] = {"layout": layout, "sequence_multiple": multiple}
     shape = microbatch_shape(rollouts.lengths, [indices], total_multiple=multiple, **multiples)
     arguments = {"pad_to": shape, "columns": COLUMNS, "context_size": context_size, **multiples, **changes}
     return [build_microbatch(rollouts, indices, context_rank=rank, **arguments) for rank in range(context_size)]
@@ -96,7 +97,7 @@ def test_every_token_is_predicted_once_over_all_ranks(lengths, layout, context_s
     """What is planned and built for all data x context ranks and put back by index is the batch itself."""
     rollouts = make_rollouts(lengths)
     multiple = 1 if context_size == 1 else 2 * context_size
-    multiples = {"layout": layout, "sequence_multiple": multiple}
+    multiples: dict[str, Any] = {"layout": layout, "sequence_multiple": multiple}
     plan = plan_microbatches(
         rollouts.lengths,
         max_tokens=48,
@@ -170,7 +171,7 @@ def test_context_ranks_hold_a_chunk_from_either_end():
     assert context_positions(segments, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert context_positions(segments, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
     assert context_positions(segments, 1, 0).tolist() == list(range(12))
-    with pytest.raises(AssertionError, match="multiples of 4"):
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
         context_positions(torch.tensor([6]), 2, 0)
 
 
@@ -226,7 +227,7 @@ def test_sampling_is_numbers_where_all_sequences_agree():
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_mixed_sampling_is_that_of_the_targets_sequence(layout):
-    mixed = {
+    mixed: dict[str, Any] = {
         "temperature": torch.tensor([0.5, 1.0, 2.0]),
         "top_k": torch.tensor([0, 7, 3]),
         "top_p": torch.tensor([1.0, 0.5, 0.25]),

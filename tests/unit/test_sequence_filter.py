@@ -100,7 +100,7 @@ def test_the_report_says_how_many_how_correct_and_how_far():
 
 def test_a_filter_without_a_column_or_with_a_meaningless_threshold_is_an_error():
     batch = rollouts([[-1.0]], [[-1.0]])
-    with pytest.raises(RolloutError, match="threshold must be >= 1, .* got 0.5; raise it"):
+    with pytest.raises(RolloutError, match=r"threshold must be >= 1, .* got 0\.5; raise it"):
         filter_sequences(batch, threshold=0.5)
     with pytest.raises(RolloutError, match="needs the column prev_logprobs, got a batch without it"):
         filter_sequences(batch.with_columns(prev_logprobs=None), threshold=2.0)

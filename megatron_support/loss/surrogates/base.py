@@ -59,7 +59,7 @@ class SurrogateOutput:
     bounded: Tensor | None = None
     """bool, tokens where a second bound applies (dual clip, ratio cap)."""
     zero_outside: bool = False
-    """Whether the loss is 0 at every token that does not take part, as it is where it is a multiple of the advantage."""
+    """Whether the loss is 0 at every token that does not take part, as any multiple of the advantage is."""
     importance_ratio: Tensor | None = None
     """The detached ratio of the inputs; set by :func:`surrogate_loss`."""
 
