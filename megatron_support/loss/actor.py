@@ -396,7 +396,6 @@ def _diagnostics(
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
-            bits=tokens.selection.bits(inputs.curr_logprobs.dtype),
             valid=inputs.valid,
             excluded=part.excluded.tokens,
             curr_logprobs=inputs.curr_logprobs.detach(),

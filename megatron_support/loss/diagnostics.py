@@ -31,8 +31,6 @@ class DiagnosticTokens:
 
     mask: Tensor
     """bool, the actor mask."""
-    bits: Tensor
-    """The actor mask as integers, all bits set where True."""
     valid: Tensor
     """bool, response & sample mask."""
     excluded: Tensor | None
@@ -212,11 +210,11 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
     Args:
         block: the tokens.
         kl_type: which sums are read.
-        room: ``[4 or more, T]`` for intermediate values.
+        room: ``[3 or more, T]`` for intermediate values.
     """
     if block.log_weight is None:
         return {}
-    a, b, c, curr = room[:4]
+    a, b, c = room[:3]
     d = torch.clamp(block.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=a)
     parts = {"d": d.sum()}
     if kl_type == "k2":
@@ -228,8 +226,7 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
         to_generation.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
     else:
         to_generation = torch.mul(block.token_ratio, weight, out=a)
-    torch.bitwise_and(block.curr_logprobs.view(block.bits.dtype), block.bits, out=curr.view(block.bits.dtype))
-    parts["entropy"] = torch.dot(to_generation, curr)
+    parts["entropy"] = torch.dot(to_generation, select(block.mask, block.curr_logprobs))
     parts["mixture"] = _sum_of_logs(torch.mul(weight, 0.5, out=a).add_(0.5))
     inverse = torch.reciprocal(weight, out=a).sub_(1)
     weight.sub_(1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_support.errors import ConfigurationError
 from megatron_support.loss.layout import Layout, SequenceSum
+from megatron_support.loss.masks import intersection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,7 @@ def token_inputs(
     given = tokens("advantages", advantages)
     if sample_mask is not None:
         kept = layout.to_tokens(_as_bool(_sequences("sample_mask", sample_mask, layout)))
-        # On bytes: the CPU is slow at broadcasting bool.
-        valid = torch.bitwise_and(valid.view(torch.uint8), kept.view(torch.uint8)).view(torch.bool)
+        valid = intersection(valid, kept)
     return TokenInputs(
         layout=layout,
         valid=valid,

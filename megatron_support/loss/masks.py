@@ -54,6 +54,7 @@ class Selection:
     for the gradient, which is exactly 0 at a masked entry whatever arrives there.
 
     It is ``torch.where(mask, x, 0)`` by and-ing bits, which is several times faster on the CPU, and made once a mask.
+    The compiler gets the plain form.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -61,7 +62,7 @@ class Selection:
         self._bits: dict[torch.dtype, Tensor] = {}
 
     def bits(self, dtype: torch.dtype) -> Tensor:
-        """The mask as integers of the dtype's width, all bits set where True; see :func:`keep`."""
+        """The mask as integers of the dtype's width, all bits set where True."""
         word = torch.int64 if dtype == torch.float64 else torch.int32
         if word not in self._bits:
             self._bits[word] = self.mask.view(torch.uint8).to(word).neg()
@@ -69,13 +70,15 @@ class Selection:
 
     def __call__(self, values: Tensor) -> Tensor:
         values = values if values.dtype == torch.float64 else values.float()
+        if torch.compiler.is_compiling():
+            return torch.where(self.mask, values, 0.0)
         bits = self.bits(values.dtype)
         if values.requires_grad and torch.is_grad_enabled():
             return _AndBits.apply(values, bits)
-        return keep(values, bits)
+        return _keep(values, bits)
 
 
-def keep(values: Tensor, bits: Tensor) -> Tensor:
+def _keep(values: Tensor, bits: Tensor) -> Tensor:
     """``values`` where all bits are set, 0 where none is; without gradient."""
     return torch.bitwise_and(values.view(bits.dtype), bits).view(values.dtype)
 
@@ -84,14 +87,14 @@ class _AndBits(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
-        return keep(values, bits)
+        return _keep(values, bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         gradient, (bits,) = grads[0].contiguous(), ctx.saved_tensors
         if gradient.requires_grad:
             return _AndBits.apply(gradient, bits), None
-        return keep(gradient, bits), None
+        return _keep(gradient, bits), None
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
@@ -101,7 +104,17 @@ def select(mask: Tensor, values: Tensor) -> Tensor:
 
 def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """1 where True, 0 elsewhere. For values that are finite by construction, multiplying is the cheapest selection."""
+    if torch.compiler.is_compiling():
+        return mask.to(dtype)
     return mask.view(torch.uint8).to(dtype)  # several times faster on the CPU than converting bool
+
+
+def intersection(mask: Tensor, other: Tensor) -> Tensor:
+    """``mask & other`` of two bool masks that broadcast."""
+    if torch.compiler.is_compiling():
+        return mask & other
+    # On bytes: the CPU is slow at broadcasting bool.
+    return torch.bitwise_and(mask.view(torch.uint8), other.view(torch.uint8)).view(torch.bool)
 
 
 def poison(first: Tensor, *others: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ _PUBLIC = {
     "running_host": "host",
     "initialize_parallel": "parallel",
     "validate_layout": "parallel",
-    "ModelParts": "model",
+    "ModelParts": "parts",
     "build_model": "model",
     "wrap_ddp": "model",
     "build_optimizer": "optimizer",

@@ -19,7 +19,7 @@ from megatron_support.megatron.faults import check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
 from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.model import ModelParts
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule

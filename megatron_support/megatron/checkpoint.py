@@ -12,12 +12,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.parts import ModelParts
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from megatron_support.megatron.model import ModelParts
 
 # canonical optimizer state: one tensor per parameter, whatever the data-, tensor- and pipeline-parallel layout
 _METADATA = {

@@ -16,7 +16,7 @@ from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.model import ModelParts, evaluating
+from megatron_support.megatron.parts import ModelParts, evaluating
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.types import TokenBatch, TokenLogprobs

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_support.config.recipe import ModelConfig, ParallelConfig, RandomWeights
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.megatron.minibatch import token_multiples
-from megatron_support.megatron.model import ModelParts, build_model, evaluating, model_forward
+from megatron_support.megatron.model import build_model
+from megatron_support.megatron.parts import ModelParts, evaluating, model_forward
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts.microbatch import context_positions
 from megatron_support.types import SamplingParams, TokenBatch

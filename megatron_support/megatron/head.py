@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.megatron.model import ModelParts, call_chunk, model_forward, unwrap
+from megatron_support.megatron.parts import ModelParts, call_chunk, model_forward, unwrap
 from megatron_support.rollouts.batch import select_support
 from megatron_support.support import fused_support_logprobs, support_logprobs
 from megatron_support.types import SamplingParams, TokenBatch, TokenLogprobs

@@ -17,7 +17,7 @@ from megatron_support.distributed.sequence_sum import sum_over_group
 from megatron_support.loss import actor_loss, find_faults
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
-from megatron_support.megatron.model import ModelParts
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.scaling import loss_factor
 from megatron_support.metrics import MetricSet
 from megatron_support.types import LossOutput, TokenBatch, TokenLogprobs

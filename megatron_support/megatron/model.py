@@ -8,7 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,44 +24,17 @@ from torch import Tensor, nn
 from megatron_support.config.recipe import Architecture, ModelConfig, ParallelConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
-from megatron_support.megatron.attention import EagerCoreAttention, packed_parameters
+from megatron_support.megatron.attention import EagerCoreAttention
 from megatron_support.megatron.host import seed_generators, setup_host
 from megatron_support.megatron.parallel import head_dim, query_groups, validate_layout
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.rope import rotary_frequencies
 from megatron_support.megatron.weights import load_weights, model_architecture
-from megatron_support.types import TokenBatch
 
 _VOCABULARY_MULTIPLE = 128
 # with two stages, batched point-to-point calls mix up the chunks' tensors
 _INTERLEAVED_P2P = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 _INIT_METHODS = {"init_method", "output_layer_init_method", "embedding_init_method"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelParts:
-    """This rank's part of the model."""
-
-    chunks: tuple[nn.Module, ...]
-    """Model chunks in pipeline order: one, or ``virtual_pipeline`` of them. Bare, in Float16Module, or in DDP."""
-    config: TransformerConfig
-    """Megatron's, shared by all chunks. The training loop may set its hooks (``finalize_model_grads_func``, ...)."""
-    architecture: Architecture
-    """With the true vocabulary size."""
-    padded_vocab_size: int
-    """Rows of the whole embedding; each tensor-parallel rank holds an equal part."""
-    device: torch.device
-    virtual_pipeline: int | None = None
-    """Chunks per pipeline rank of the interleaved schedule, or None."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The true vocabulary size."""
-        return self.architecture.vocab_size
-
-    @property
-    def bare_chunks(self) -> tuple[GPTModel, ...]:
-        """The chunks without wrappers."""
-        return tuple(unwrap(chunk) for chunk in self.chunks)
 
 
 def build_model(
@@ -151,58 +124,6 @@ def wrap_ddp(model: ModelParts, *, distributed_optimizer: bool = False, **overri
     hooks = [chunk.no_sync for chunk in chunks]
     model.config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     return replace(model, chunks=chunks)
-
-
-def model_forward(chunk: nn.Module, batch: TokenBatch) -> Tensor:
-    """One microbatch through one model chunk.
-
-    Args:
-        chunk: bare or wrapped. On a later stage the schedule has set its input.
-        batch: this rank's context-parallel shard.
-
-    Returns:
-        On the last stage vocab-parallel logits ``[T, V/TP]`` in the model's dtype, T tokens in the order of
-        ``batch.input_ids.flatten()``; elsewhere the activation ``[s, b, hidden]`` for the next stage.
-    """
-    output = call_chunk(chunk, batch)
-    return output.flatten(0, 1) if unwrap(chunk).post_process else output
-
-
-def call_chunk(chunk: nn.Module, batch: TokenBatch, **options: Any) -> Tensor:
-    """What GPTModel returns for a microbatch; ``options`` are further arguments of its forward."""
-    if _has_wrapper(chunk, Float16Module):
-        options["fp32_output"] = False
-    packed = None
-    if batch.cu_seqlens is not None:
-        context = unwrap(chunk).config.context_parallel_size
-        packed = packed_parameters(batch.cu_seqlens, batch.input_ids.numel() * context)
-    return chunk(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=None,
-        packed_seq_params=packed,
-        **options,
-    )
-
-
-@contextlib.contextmanager
-def evaluating(model: ModelParts) -> Iterator[None]:
-    """Evaluation mode for the length of a block; each chunk's mode returns afterwards, also after an exception."""
-    modes = [chunk.training for chunk in model.chunks]
-    try:
-        for chunk in model.chunks:
-            chunk.eval()
-        yield
-    finally:
-        for chunk, mode in zip(model.chunks, modes, strict=True):
-            chunk.train(mode)
-
-
-def unwrap(chunk: nn.Module) -> GPTModel:
-    """The GPTModel inside Float16Module and DDP."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module  # type: ignore[assignment]
-    return chunk
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -357,14 +278,6 @@ def _in_precision(chunk: GPTModel, config: TransformerConfig) -> nn.Module:
     if config.bf16:
         return Float16Module(config, chunk)
     return chunk.to(config.params_dtype)
-
-
-def _has_wrapper(chunk: nn.Module, kind: type[nn.Module]) -> bool:
-    while not isinstance(chunk, GPTModel):
-        if isinstance(chunk, kind):
-            return True
-        chunk = chunk.module  # type: ignore[assignment]
-    return False
 
 
 @contextlib.contextmanager

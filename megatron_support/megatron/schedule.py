@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_support.megatron.model import ModelParts
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.types import TokenBatch
 
 ForwardStep = Callable[[Iterator[TokenBatch], Any], tuple[Any, Callable[..., Any]]]

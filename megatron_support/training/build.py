@@ -9,8 +9,9 @@ from megatron_support.config.recipe import Recipe
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.megatron.actor_step import ActorStep
 from megatron_support.megatron.generate import Sampler
-from megatron_support.megatron.model import ModelParts, build_model, wrap_ddp
+from megatron_support.megatron.model import build_model, wrap_ddp
 from megatron_support.megatron.optimizer import build_optimizer
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.weights import load_weights
 from megatron_support.training.checks import CheckedRecipe

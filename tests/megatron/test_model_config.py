@@ -6,15 +6,9 @@ from megatron.core.distributed import finalize_model_grads
 
 from megatron_support.config.recipe import ModelConfig, ParallelConfig
 from megatron_support.errors import ConfigurationError
-from megatron_support.megatron.model import (
-    build_model,
-    evaluating,
-    model_forward,
-    padded_vocab_size,
-    resolve_implementation,
-    wrap_ddp,
-)
+from megatron_support.megatron.model import build_model, padded_vocab_size, resolve_implementation, wrap_ddp
 from megatron_support.megatron.optimizer import adam_implementation
+from megatron_support.megatron.parts import evaluating, model_forward
 from megatron_support.megatron.rope import rotary_frequencies
 from tests.megatron.tiny import TINY, ready, tiny_model, token_batch, tokens
 from tests.ranks import run_ranks

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron_support.config.recipe import Architecture, ModelConfig, ParallelConfig
 from megatron_support.megatron.host import setup_host
-from megatron_support.megatron.model import ModelParts, build_model, model_forward
+from megatron_support.megatron.model import build_model
 from megatron_support.megatron.parallel import initialize_parallel
+from megatron_support.megatron.parts import ModelParts, model_forward
 from megatron_support.rollouts.microbatch import context_positions
 from megatron_support.types import SamplingParams, TokenBatch
 

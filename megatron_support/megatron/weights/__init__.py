@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_support.config.recipe import (
     Architecture,
     GGUFWeights,
@@ -15,13 +13,11 @@ from megatron_support.config.recipe import (
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.checkpoint import load_model_weights
+from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.weights.gguf import GGUFSource, read_gguf_architecture
 from megatron_support.megatron.weights.huggingface import HuggingFaceSource, read_huggingface_architecture
 from megatron_support.megatron.weights.sharding import fill_parameters
 from megatron_support.megatron.weights.source import RandomSource, WeightSource
-
-if TYPE_CHECKING:
-    from megatron_support.megatron.model import ModelParts
 
 __all__ = ["RandomSource", "WeightSource", "load_weights", "model_architecture", "read_architecture"]
 
