@@ -91,7 +91,7 @@ def token_diagnostics(
     room: Tensor | None = None
     for block in tokens.blocks():
         if room is None or room.shape[1] != block.ratio.numel():
-            room = block.log_ratio.new_empty(6, block.ratio.numel())
+            room = block.log_ratio.new_empty(3, block.ratio.numel())
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
         parts, low, high = ratio_parts(block, chosen, window, room)
         parts |= exclusion_parts(block, room) | mismatch_parts(block, kl_type, room)
@@ -117,9 +117,9 @@ def ratio_parts(
         block: the tokens.
         chosen: the actor mask as 0 and 1.
         window: bounds of the ratio.
-        room: ``[2 or more, T]`` for intermediate values.
+        room: ``[3, T]`` for intermediate values.
     """
-    ratio, a, b = block.ratio, room[0], room[1]
+    ratio, (a, b, _) = block.ratio, room
     parts = {"survivors": chosen.sum(), "log_ratio": block.log_ratio.sum(), "ratio": torch.dot(ratio, chosen)}
     if window is not None:
         parts["clamped"] = torch.dot(torch.clamp(ratio, *window, out=a), chosen)
@@ -168,27 +168,28 @@ def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
 
     Args:
         block: the tokens.
-        room: ``[6, T]`` for intermediate values.
+        room: ``[3, T]`` for intermediate values.
     """
-    size, sign, signed = room[:3]
-    known = select(block.valid, block.advantages)
-    torch.abs(known, out=size)
-    torch.abs(torch.sign(known, out=sign), out=signed)
-    names = ["mass", "sign", "signed"]
-    parts = dict(zip(names, room[:3].sum(dim=1).unbind(), strict=True))
+    size = select(block.valid, block.advantages)
+    sign = torch.sign(size, out=room[0])
+    signed = torch.abs(sign, out=room[1])
+    size.abs_()
+    parts = {"mass": size.sum(), "sign": sign.sum(), "signed": signed.sum()}
     if block.excluded is None:
         return parts
+    excluded = as_float(block.excluded, size.dtype)
+    parts["excluded_mass"] = torch.dot(size, excluded)
+    parts["excluded_sign"] = torch.dot(sign, excluded)
+    parts["excluded_signed"] = torch.dot(signed, excluded)
     sources = {
         "current": block.curr_logprobs,
         "previous": block.prev_logprobs,
         "generation": block.generation_logprobs,
     }
-    given = {name: values for name, values in sources.items() if values is not None}
-    for values, row in zip(given.values(), room[3:], strict=False):
-        torch.eq(values, -torch.inf, out=row)
-    names = [*(f"excluded_{name}" for name in names), *(f"excluded_by_{name}" for name in given)]
-    counted = torch.mv(room[: len(names)], as_float(block.excluded, room.dtype))
-    return parts | dict(zip(names, counted.unbind(), strict=True))
+    for name, values in sources.items():
+        if values is not None:
+            parts[f"excluded_by_{name}"] = torch.dot(torch.eq(values, -torch.inf, out=room[2]), excluded)
+    return parts
 
 
 def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
@@ -210,11 +211,11 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
     Args:
         block: the tokens.
         kl_type: which sums are read.
-        room: ``[3 or more, T]`` for intermediate values.
+        room: ``[3, T]`` for intermediate values.
     """
     if block.log_weight is None:
         return {}
-    a, b, c = room[:3]
+    a, b, c = room
     d = torch.clamp(block.log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=a)
     parts = {"d": d.sum()}
     if kl_type == "k2":

@@ -78,45 +78,27 @@ def participation(
     """
     survives = valid if excluded.tokens is None else valid ^ excluded.tokens
     columns = {"valid": sequence_counts(valid, layout), "survives": sequence_counts(survives, layout)}
-
-    def add(name: str, values: Tensor) -> None:
-        columns[name] = layout.local_sums(select(survives, values).double())
-
-    curr = curr_logprobs.detach()
+    read: dict[str, Tensor] = {}
     if rules.error_threshold is not None:
         assert prev_logprobs is not None and generation_logprobs is not None
-        add("error", (prev_logprobs - generation_logprobs).abs().exp())
+        read["error"] = (prev_logprobs - generation_logprobs).abs().exp()
     if rules.opsm_threshold is not None:
         assert prev_logprobs is not None
-        add("divergence", prev_logprobs - curr)
-        add("advantage", advantages)
-    elect = layout.sequence_sum is not None and counts_sequences is None
-    if elect:
-        add("key", curr)
+        read |= {"divergence": prev_logprobs - curr_logprobs, "advantage": advantages}
+    if layout.sequence_sum is not None and counts_sequences is None:
+        read["key"] = curr_logprobs
+    columns |= {name: layout.local_sums(select(survives, values).double()) for name, values in read.items()}
     totals = _totals(columns, layout)
+    rejected, dropped = _leaving(totals, rules)
 
-    present = totals["valid"] > 0
-    rejected = dropped = None
-    kl_counts, actor_counts = totals["valid"], totals["survives"]
-    divisor = torch.where(actor_counts > 0, actor_counts, 1.0)
-    if rules.error_threshold is not None:
-        # Written so that a NaN mean is over the threshold.
-        within = totals["error"] / divisor <= rules.error_threshold
-        rejected = ~within & (actor_counts > 0)
-        kl_counts = torch.where(rejected, 0.0, kl_counts)
-    if rules.min_support_fraction > 0:
-        dropped = present & (actor_counts < rules.min_support_fraction * totals["valid"])
-    if rules.opsm_threshold is not None:
-        far = (totals["advantage"] < 0) & (totals["divergence"] / divisor > rules.opsm_threshold)
-        dropped = far if dropped is None else dropped | far
-    if dropped is not None and rejected is not None:
-        dropped = dropped & ~rejected
-    kl_mask, actor_mask = valid, survives
-    if rejected is not None:
-        kl_mask = kl_mask & ~layout.to_tokens(rejected)
     gone = rejected if dropped is None else dropped if rejected is None else dropped | rejected
+    kl_mask, kl_counts = valid, totals["valid"]
+    if rejected is not None:
+        kl_mask = valid & ~layout.to_tokens(rejected)
+        kl_counts = torch.where(rejected, 0.0, kl_counts)
+    actor_mask, actor_counts = survives, totals["survives"]
     if gone is not None:
-        actor_mask = actor_mask & ~layout.to_tokens(gone)
+        actor_mask = survives & ~layout.to_tokens(gone)
         actor_counts = torch.where(gone, 0.0, actor_counts)
     return Participation(
         kl_mask=kl_mask,
@@ -130,6 +112,25 @@ def participation(
         rejected=rejected,
         dropped=dropped,
     )
+
+
+def _leaving(totals: dict[str, Tensor], rules: DropRules) -> tuple[Tensor | None, Tensor | None]:
+    """(rejected, dropped), bool ``[sequences]`` that exclude each other; None where no such rule is on."""
+    count = totals["survives"]
+    divisor = torch.where(count > 0, count, 1.0)
+    rejected = dropped = None
+    if rules.error_threshold is not None:
+        # Written so that a NaN mean is over the threshold.
+        within = totals["error"] / divisor <= rules.error_threshold
+        rejected = ~within & (count > 0)
+    if rules.min_support_fraction > 0:
+        dropped = (totals["valid"] > 0) & (count < rules.min_support_fraction * totals["valid"])
+    if rules.opsm_threshold is not None:
+        far = (totals["advantage"] < 0) & (totals["divergence"] / divisor > rules.opsm_threshold)
+        dropped = far if dropped is None else dropped | far
+    if dropped is not None and rejected is not None:
+        dropped = dropped & ~rejected
+    return rejected, dropped
 
 
 def _totals(columns: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:

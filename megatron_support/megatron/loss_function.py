@@ -75,7 +75,7 @@ class MegatronActorLoss:
         self.logprobs = logprobs or LogprobConfig()
         self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
         self.per_token = bool(model.config.calculate_per_token_loss)
-        self.survivors = config.normalization == "survivors"
+        self.survivors = config.normalization == "survivors" and config.denominator != "none"
         self.factor = loss_factor(
             calculate_per_token_loss=self.per_token,
             num_microbatches=len(minibatch),
@@ -156,15 +156,11 @@ class MegatronActorLoss:
     @property
     def rollout_count(self) -> int:
         """The denominator under ``survivors`` where nothing survived."""
-        return self.minibatch.valid_tokens if self._by_token else self.minibatch.valid_sequences
-
-    @property
-    def _by_token(self) -> bool:
-        return self.config.aggregation.type in ("token_mean", "token_sum")
+        return self.minibatch.valid_tokens if self.config.denominator == "tokens" else self.minibatch.valid_sequences
 
     def survivor_count(self, record: MicrobatchRecord) -> Tensor:
         """The count that divides everything under ``survivors``: tokens or sequences, by the aggregation."""
-        return record.surviving_tokens if self._by_token else record.surviving_sequences
+        return record.surviving_tokens if self.config.denominator == "tokens" else record.surviving_sequences
 
 
 def _detached(values: TokenLogprobs) -> TokenLogprobs:

@@ -73,6 +73,7 @@ def test_rollouts_hold_tokens_outside_the_support(one_process):
 
 
 SURVIVORS = {
+    "nothing": KL_GSPO | {"normalization": "survivors", "aggregation": {"type": "token_sum"}},
     "tokens": KL_GSPO | {"normalization": "survivors"},
     "sequences": KL_GSPO | {"normalization": "survivors", "aggregation": {"type": "sequence_mean"}},
 }

@@ -162,7 +162,7 @@ def test_the_report_ends_with_the_rewards_and_names_exclusions_and_files(tmp_pat
     assert lines[-1] == "reward 0.100 -> 0.800"
     assert str(tmp_path / "runs" / "run-1") in lines[-2] and "metrics.jsonl" in lines[-2]
     text = "\n".join(lines)
-    assert "token_mult_prob_error 1.0400, mean over the steps" in text
+    assert "token_mult_prob_error 1.0400, mean of exp|trainer - engine|" in text
     assert "excluded tokens 5 of 6 response tokens (83.333%)" in text
     for line in ("previous         2", "generation       1", "current          2"):
         assert line in text
