@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 where the input is at fault: the message has gone to stderr, from the first rank alone.
     """
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     _be_quiet()
     try:
         return options.command(options)
@@ -31,6 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, taking overrides on either side of options: argparse alone wants all of them in one place."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -93,7 +105,9 @@ def _tasks(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-support", description="The actor step of LLM reinforcement learning on Megatron-Core."
+        prog="megatron-support",
+        allow_abbrev=False,
+        description="The actor step of LLM reinforcement learning on Megatron-Core.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_support.__main__ import main
+from megatron_support.__main__ import _parse, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,3 +149,20 @@ def test_shipped_recipes_name_their_own_file(path):
     from megatron_support.config import load_recipe
 
     assert load_recipe(path).name == path.stem
+
+
+@pytest.mark.parametrize(
+    "arrangement", ["{recipe} --ranks 2 {override}", "{recipe} {override} --ranks 2", "--ranks 2 {recipe} {override}"]
+)
+def test_overrides_may_stand_on_either_side_of_options(write, arrangement):
+    line = arrangement.format(recipe=write(GOOD), override="train.steps=7 optimizer.lr=0.5")
+    options = _parse(["train", *line.split()])
+    assert options.ranks == 2 and options.overrides == ["train.steps=7", "optimizer.lr=0.5"]
+
+
+@pytest.mark.parametrize("arguments", [["doctor", "train.steps=7"], ["train", "r.yaml", "--rank", "x"], ["train"]])
+def test_what_is_no_override_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        _parse(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
