@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,10 +40,12 @@ class RunFolder:
             raise ConfigurationError(
                 f"logging.run_dir must be a folder, got {parent}: {nearest} is a file; choose another"
             )
-        if not os.access(nearest, os.W_OK | os.X_OK):
+        try:  # permissions alone do not tell: root has all, and a read-only mount grants them
+            tempfile.TemporaryDirectory(dir=nearest).cleanup()
+        except OSError as error:
             raise ConfigurationError(
-                f"logging.run_dir must be a folder that can be written, got {parent}: {nearest} cannot; choose another"
-            )
+                f"logging.run_dir must be a folder that can be written, got {parent} ({error.strerror}); choose another"
+            ) from None
         self.path = _unused(parent / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:

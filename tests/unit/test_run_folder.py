@@ -1,8 +1,10 @@
 """The run folder and the report at the end, worked out by hand."""
 
+import errno
 import io
 import json
 import math
+import tempfile
 
 import pytest
 import torch
@@ -135,6 +137,21 @@ def test_a_run_dir_inside_a_file_is_refused(tmp_path):
         ConfigurationError, match=r"logging\.run_dir must be a folder, got .*file/runs: .*file is a file"
     ):
         RunFolder(recipe(tmp_path, logging={"run_dir": str(tmp_path / "file" / "runs")}))
+
+
+def test_a_run_dir_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path, monkeypatch):
+    """Root may write everywhere, so permissions say nothing: the folder is tried."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    RunFolder(recipe(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(
+        ConfigurationError, match=r"run_dir must be a folder that can be written.*Read-only file system"
+    ):
+        RunFolder(recipe(tmp_path))
 
 
 def summary(tmp_path, rewards) -> Summary:
