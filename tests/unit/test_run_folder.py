@@ -148,9 +148,7 @@ def test_a_run_dir_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path
     RunFolder(recipe(tmp_path))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    with pytest.raises(
-        ConfigurationError, match=r"run_dir must be a folder that can.*Read-only file system"
-    ):
+    with pytest.raises(ConfigurationError, match=r"run_dir must be a folder that can.*Read-only file system"):
         RunFolder(recipe(tmp_path))
 
 
