@@ -12,6 +12,7 @@ from tests.megatron.tiny import (
     last_stage,
     parameter_gradients,
     run_pipeline,
+    shard_of,
     tiny_model,
     token_batch,
     tokens,
@@ -69,18 +70,6 @@ def single():
     }
 
 
-def _shard(name, whole, tensor, rank):
-    """This rank's part of a whole parameter, stated independently of the loading code."""
-    if name.endswith("layernorm.weight") or tensor == 1:
-        return whole
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return whole.chunk(tensor, 1)[rank]
-    if name.endswith("linear_fc1.weight"):
-        gate, up = whole.chunk(2)
-        return torch.cat([gate.chunk(tensor)[rank], up.chunk(tensor)[rank]])
-    return whole.chunk(tensor)[rank]
-
-
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2_vpp2"])
 def test_random_weights_do_not_depend_on_the_layout(single, layout):
     world, parallel = LAYOUTS[layout]
@@ -89,7 +78,7 @@ def test_random_weights_do_not_depend_on_the_layout(single, layout):
         for name, value in weights.items():
             whole = single["weights"]["embedding.word_embeddings.weight" if name == "output_layer.weight" else name]
             torch.testing.assert_close(
-                value, _shard(name, whole, parallel.tensor, rank % parallel.tensor), rtol=0, atol=0
+                value, shard_of(name, whole, parallel.tensor, rank % parallel.tensor), rtol=0, atol=0
             )
             seen.add(name)
     assert seen - {"output_layer.weight"} == set(single["weights"])
@@ -150,7 +139,7 @@ def _compare_gradients(expected, world, parallel, *, packed, overrides=None):
         for name, value in gradients.items():
             whole = expected["embedding.word_embeddings.weight" if name == "output_layer.weight" else name]
             torch.testing.assert_close(
-                value, _shard(name, whole, parallel.tensor, rank % parallel.tensor), rtol=0, atol=1e-10, msg=name
+                value, shard_of(name, whole, parallel.tensor, rank % parallel.tensor), rtol=0, atol=1e-10, msg=name
             )
             seen.add(name)
     assert seen - {"output_layer.weight"} == set(expected)

@@ -149,3 +149,15 @@ def parameter_gradients(model: ModelParts) -> dict[str, Tensor]:
         for chunk in model.bare_chunks
         for name, parameter in chunk.named_parameters()
     }
+
+
+def shard_of(name, whole, tensor, rank):
+    """This rank's part of a whole parameter, stated independently of the loading code."""
+    if name.endswith("layernorm.weight") or tensor == 1:
+        return whole
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(tensor, 1)[rank]
+    if name.endswith("linear_fc1.weight"):
+        gate, up = whole.chunk(2)
+        return torch.cat([gate.chunk(tensor)[rank], up.chunk(tensor)[rank]])
+    return whole.chunk(tensor)[rank]
