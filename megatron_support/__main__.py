@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_support import __version__
+from megatron_support.commands import COMMANDS
+from megatron_support.commands.common import BAD_INPUT
 from megatron_support.errors import ConfigurationError, Fault, RolloutError
-
-BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,64 +45,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _train(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_support.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
-    if options.ranks is not None:
-        from megatron_support.training.launch import launch
-
-        return launch(["train", options.recipe, *options.overrides], options.ranks)
-    from megatron_support.training.run import train
-
-    train(recipe, Console())
-    return 0
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from megatron_support.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    from megatron_support.megatron.host import setup_host
-    from megatron_support.training.checks import check_recipe, smallest_world
-
-    setup_host(recipe.device)
-    ranks = options.ranks or smallest_world(recipe)
-    checked = check_recipe(recipe, ranks)
-    _say(f"{options.recipe}: valid on {ranks} rank{'s' if ranks > 1 else ''}")
-    architecture = checked.architecture
-    _say(f"  model    {architecture.num_layers} layers of {architecture.hidden_size}, {architecture.vocab_size} tokens")
-    if checked.task is not None:
-        _say(f"  rollouts sampled, task {checked.task.name}: {checked.task.description}")
-    if checked.rollouts is not None:
-        batch = checked.rollouts
-        tokens = int(batch.response_mask.sum())
-        _say(
-            f"  rollouts {batch.num_sequences} sequences, {tokens} response tokens, longest {int(batch.lengths.max())}"
-        )
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_support.training.doctor import examine, print_findings
-
-    findings = examine()
-    print_findings(findings, Console())
-    return BAD_INPUT if any(finding.state == "broken" for finding in findings) else 0
-
-
-def _tasks(options: argparse.Namespace) -> int:
-    from megatron_support.training.tasks import registered_tasks
-
-    for task in registered_tasks():
-        _say(f"{task.name:<12}{task.description}")
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-support",
@@ -111,49 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    train = commands.add_parser(
-        "train",
-        help="train as a recipe says",
-        description="Train as a recipe says: on one rank, on all that torchrun starts "
-        "(torchrun --nproc-per-node 2 --no-python megatron-support train RECIPE), or with --ranks.",
-    )
-    _add_recipe(train)
-    train.add_argument(
-        "--ranks", type=_positive, metavar="N", help="start N ranks on this machine, as torchrun --standalone would"
-    )
-    train.set_defaults(command=_train)
-
-    validate = commands.add_parser(
-        "validate", help="check a recipe, its layout and its rollouts", description="Check a recipe; builds nothing."
-    )
-    _add_recipe(validate)
-    validate.add_argument(
-        "--ranks", type=_positive, metavar="N", help="number of ranks (default: what one copy of the model needs)"
-    )
-    validate.set_defaults(command=_validate)
-
-    doctor = commands.add_parser("doctor", help="what this machine has, what is in use, what is missing")
-    doctor.set_defaults(command=_doctor)
-    tasks = commands.add_parser("tasks", help="the built-in tasks of rollouts.type sampler")
-    tasks.set_defaults(command=_tasks)
+    for command in COMMANDS:
+        command.add(commands)
     return parser
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see configs/")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="FIELD.SUB=VALUE",
-        help="fields to set instead of the recipe's, e.g. optimizer.lr=1.0e-5",
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
 
 
 def _be_quiet() -> None:
@@ -180,10 +82,6 @@ def _speaks() -> bool:
 def _rank() -> int:
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": BASE | ROOMS | {"distributed", "megatron"},
     "adapters": BASE | ROOMS | {"distributed", "megatron", "adapters"},
     "training": BASE | ROOMS | {"distributed", "megatron", "training"},
-    "__main__": BASE | ROOMS | {"distributed", "megatron", "training", "adapters"},
+    "commands": BASE | ROOMS | {"distributed", "megatron", "training", "adapters", "commands"},
+    "__main__": BASE | {"commands"},
     "__init__": set(),
 }
 

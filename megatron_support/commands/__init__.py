@@ -1,0 +1,12 @@
+"""One module per command: ``add(commands)`` declares it, and imports what it runs only when it runs."""
+
+from megatron_support.commands import doctor, tasks, train, validate
+
+COMMANDS = (
+    train,
+    validate,
+    doctor,
+    tasks,
+)
+
+__all__ = ["COMMANDS"]

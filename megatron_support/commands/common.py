@@ -1,0 +1,38 @@
+"""What commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+SUCCESS = 0
+FAILURE = 1
+"""The input was fine and the answer is no."""
+BAD_INPUT = 2
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments RECIPE and FIELD.SUB=VALUE."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see configs/")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="FIELD.SUB=VALUE",
+        help="fields to set instead of the recipe's, e.g. optimizer.lr=1.0e-5",
+    )
+
+
+def positive(text: str) -> int:
+    """An argument that is an integer >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def say(line: str) -> None:
+    """Print a line as it is."""
+    sys.stdout.write(line + "\n")

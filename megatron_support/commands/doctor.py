@@ -1,0 +1,28 @@
+"""``megatron-support doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron_support.commands.common import BAD_INPUT, SUCCESS
+
+if TYPE_CHECKING:
+    from megatron_support.commands.common import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("doctor", help="what this machine has, what is in use, what is missing")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine this machine and print the findings."""
+    from rich.console import Console
+
+    from megatron_support.training.doctor import examine, print_findings
+
+    findings = examine()
+    print_findings(findings, Console())
+    return BAD_INPUT if any(finding.state == "broken" for finding in findings) else SUCCESS

@@ -1,0 +1,43 @@
+"""``megatron-support train RECIPE``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron_support.commands.common import SUCCESS, add_recipe, positive
+
+if TYPE_CHECKING:
+    from megatron_support.commands.common import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train as a recipe says",
+        description="Train as a recipe says: on one rank, on all that torchrun starts "
+        "(torchrun --nproc-per-node 2 --no-python megatron-support train RECIPE), or with --ranks.",
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="start N ranks on this machine, as torchrun --standalone would"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train."""
+    from rich.console import Console
+
+    from megatron_support.config import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
+    if options.ranks is not None:
+        from megatron_support.training.launch import launch
+
+        return launch(["train", options.recipe, *options.overrides], options.ranks)
+    from megatron_support.training.run import train
+
+    train(recipe, Console())
+    return SUCCESS
