@@ -393,15 +393,18 @@ def _diagnostics(
     survivors = config.normalization == "survivors"
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
+    curr = inputs.curr_logprobs.detach()
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
-            valid=inputs.valid,
+            left_out=inputs.valid ^ part.actor_mask,
             excluded=part.excluded.tokens,
-            curr_logprobs=inputs.curr_logprobs.detach(),
+            curr_logprobs=curr,
             prev_logprobs=inputs.previous,
             generation_logprobs=inputs.generation_logprobs,
-            advantages=inputs.advantages,
+            raw_advantages=inputs.advantages,
+            advantages=tokens.advantages,
+            actor_logprobs=None if tokens.log_weight is None else tokens.selection(curr),
             log_ratio=tokens.log_ratio.detach(),
             log_weight=tokens.log_weight,
             token_ratio=None if config.ratio_level != "token" else surrogate.importance_ratio,
