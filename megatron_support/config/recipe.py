@@ -226,6 +226,20 @@ class LogprobConfig(StrictModel):
     """recompute: from the trainer's logits under each row's filter; replay: the sampler's own kept sets."""
 
 
+class SequenceFilterConfig(StrictModel):
+    """Sequences that leave before training: their ``sample_mask`` is cleared before counts and advantages."""
+
+    max_logprob_error: Annotated[float, Field(ge=1)] | None = None
+    """Largest accepted mean of exp|prev - generation| over a response's surviving tokens; null for no check."""
+    max_response_tokens: PositiveInt | None = None
+    """A response of this many tokens or more was cut off and its reward means little; null for no check."""
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether it reads previous log-probabilities."""
+        return self.max_logprob_error is not None
+
+
 class ReferenceConfig(StrictModel):
     """The reference policy of the KL term. Default: the weights at the start of the run."""
 
@@ -247,6 +261,7 @@ class ActorStepConfig(StrictModel):
     loss: ActorLossConfig = ActorLossConfig()
     advantages: Advantages = GRPOConfig()
     logprobs: LogprobConfig = LogprobConfig()
+    sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
     microbatch: MicrobatchConfig
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
@@ -256,7 +271,8 @@ class ActorStepConfig(StrictModel):
     @property
     def needs_previous(self) -> bool:
         """Whether the step computes previous log-probabilities."""
-        return self.loss.needs_previous or "prev_logprobs" in self.advantages.columns
+        readers = (self.loss.needs_previous, self.sequence_filter.needs_previous)
+        return any(readers) or "prev_logprobs" in self.advantages.columns
 
     @property
     def needs_reference(self) -> bool:
@@ -278,6 +294,7 @@ class Recipe(StrictModel):
     advantages: Advantages = GRPOConfig()
     loss: ActorLossConfig = ActorLossConfig()
     logprobs: LogprobConfig = LogprobConfig()
+    sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
     reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig
     logging: LoggingConfig = LoggingConfig()
@@ -320,6 +337,7 @@ class Recipe(StrictModel):
             loss=self.loss,
             advantages=self.advantages,
             logprobs=self.logprobs,
+            sequence_filter=self.sequence_filter,
             microbatch=self.train.microbatch,
             minibatches=self.train.minibatches,
             epochs=self.train.epochs,

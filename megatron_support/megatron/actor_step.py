@@ -27,6 +27,7 @@ from megatron_support.megatron.step_metrics import minibatch_outcome
 from megatron_support.metrics import Mean, MetricSet, Sum
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.minibatch import split_minibatches
+from megatron_support.rollouts.sequence_filter import filter_rollouts
 
 Phase = Callable[[str, int, int], None]
 
@@ -111,11 +112,11 @@ class ActorStep:
         rollouts = with_support_mode(rollouts, self.config.logprobs)
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
+        rollouts, metrics = filter_rollouts(rollouts, self.config.sequence_filter)
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
-        metrics = MetricSet()
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_support.config.recipe import SequenceFilterConfig
 from megatron_support.errors import RolloutError
 from megatron_support.metrics import Max, Mean, MetricSet, Min, Sum
 from megatron_support.rollouts.batch import RolloutBatch
@@ -168,3 +169,27 @@ def mask_long_responses(
             )
         long = long | (truncated != 0)
     return replace(rollouts, sample_mask=rollouts.sample_mask & ~long)
+
+
+def filter_rollouts(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
+    """Apply a recipe's filters: :func:`mask_long_responses`, then :func:`filter_sequences` over what is left.
+
+    Args:
+        rollouts: with ``prev_logprobs`` and ``generation_logprobs`` where ``max_logprob_error`` is set.
+        config: which filters.
+
+    Returns:
+        The batch, and ``long_responses`` and the metrics of :func:`filter_sequences`, those of filters that are on.
+
+    Raises:
+        RolloutError: a column is missing.
+    """
+    metrics = MetricSet()
+    if config.max_response_tokens is not None:
+        before = rollouts.sample_mask
+        rollouts = mask_long_responses(rollouts, max_response_tokens=config.max_response_tokens)
+        metrics |= {"long_responses": Sum((before & ~rollouts.sample_mask).sum())}
+    if config.max_logprob_error is not None:
+        result = filter_sequences(rollouts, threshold=config.max_logprob_error)
+        rollouts, metrics = result.rollouts, metrics | result.metrics
+    return rollouts, metrics

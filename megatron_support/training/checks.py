@@ -52,6 +52,7 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
     else:
         task = get_task(recipe.rollouts.task)
         lengths, names = _longest(task, recipe.rollouts, architecture), ("prompt and response",)
+    _check_columns(recipe, rollouts)
     _check_lengths(recipe, architecture, world_size, lengths, names)
     return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task)
 
@@ -69,6 +70,22 @@ def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
             f"got {config.sequences_per_step}; lower it or add files"
         )
     return rollouts
+
+
+_COMPUTED = ("prev_logprobs", "reference_logprobs")
+"""Columns that the step fills in itself."""
+
+
+def _check_columns(recipe: Recipe, rollouts: RolloutBatch | None) -> None:
+    """``rollouts``: what the files hold; None for the sampler, whose batches have no optional column."""
+    needed = [name for name in recipe.advantages.columns if name not in _COMPUTED]
+    missing = [name for name in needed if rollouts is None or getattr(rollouts, name) is None]
+    if missing:
+        remedy = "add them to the files" if rollouts is not None else "take rollouts from files that have them"
+        raise ConfigurationError(
+            f"rollouts must carry the columns {missing} for {recipe.advantages.type} advantages, got none; {remedy}, "
+            "or choose other advantages"
+        )
 
 
 def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) -> torch.Tensor:
