@@ -109,9 +109,9 @@ def actor_loss(
     part = _participation(config, inputs, counts_sequences)
     survivors = config.normalization == "survivors"
     counts = Counts(
-        valid_tokens=count(inputs.valid),
+        valid_tokens=part.valid_tokens,
         valid_sequences=part.count_sequences(part.valid_counts > 0),
-        surviving_tokens=count(part.actor_mask),
+        surviving_tokens=part.actor_tokens,
         surviving_sequences=part.count_sequences(part.actor_counts > 0),
     )
     divisor = denominator(
@@ -355,9 +355,8 @@ def _term_metrics(
     survivors = config.normalization == "survivors"
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
-    outside = part.excluded.tokens
     metrics: dict[str, Metric] = {
-        "policy_support_excluded_tokens": Sum(torch.zeros_like(num_tokens) if outside is None else count(outside)),
+        "policy_support_excluded_tokens": Sum(part.excluded_tokens),
         "num_valid_samples": Sum(counts.valid_sequences),
     }
     if part.dropped is not None:
