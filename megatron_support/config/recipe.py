@@ -238,6 +238,8 @@ class LoggingConfig(StrictModel):
     run_dir: str = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
+    tokens: bool = True
+    """Keep what ``megatron-support report`` shows of single tokens: ratios, and which were excluded, step by step."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
 
 

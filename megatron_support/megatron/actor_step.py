@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_support.advantages import compute_advantages
@@ -16,8 +17,8 @@ from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
 from megatron_support.megatron.faults import check_rollouts, raise_faults
-from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
-from megatron_support.megatron.loss_function import MegatronActorLoss
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
+from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.reference import HostWeights
@@ -25,7 +26,7 @@ from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.megatron.step_metrics import minibatch_outcome
 from megatron_support.metrics import Mean, MetricSet, Sum
-from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.batch import RolloutBatch, ragged_arange
 from megatron_support.rollouts.minibatch import split_minibatches
 
 Phase = Callable[[str, int, int], None]
@@ -40,7 +41,7 @@ class StepResult:
     metrics: dict[str, float]
     """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
     rollouts: RolloutBatch
-    """The batch with prev_logprobs, reference_logprobs and advantages filled in."""
+    """The batch with prev_logprobs, reference_logprobs and advantages filled in (and curr_logprobs where kept)."""
 
 
 @dataclass
@@ -67,6 +68,7 @@ class ActorStep:
         groups: the ranks' layout.
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
+        keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
 
     Raises:
         ConfigurationError: the configuration needs a reference policy and none is given.
@@ -82,6 +84,7 @@ class ActorStep:
         groups: ParallelGroups,
         reference: HostWeights | None = None,
         on_phase: Phase | None = None,
+        keep_current: bool = False,
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigurationError(
@@ -95,6 +98,7 @@ class ActorStep:
         self.groups = groups
         self.reference = reference
         self.on_phase = on_phase or (lambda name, done, total: None)
+        self.keep_current = keep_current
         self.steps = 0
 
     def step(self, rollouts: RolloutBatch) -> StepResult:
@@ -116,15 +120,19 @@ class ActorStep:
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
         metrics = MetricSet()
+        current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
-                metrics = metrics.merge(self._update(rollouts.select(indices)))
+                found, values = self._update(rollouts.select(indices))
+                metrics = metrics.merge(found)
+                if current is not None and values is not None:
+                    current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
             self.on_phase("update", total, total)
         self.steps += 1
-        values = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        return StepResult(metrics=values, rollouts=rollouts)
+        numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
+        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
 
     def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
         for epoch in range(self.config.epochs):
@@ -176,8 +184,8 @@ class ActorStep:
         )
         return rollouts.with_columns(advantages=advantages)
 
-    def _update(self, rollouts: RolloutBatch) -> MetricSet:
-        """One optimizer step on one minibatch."""
+    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, Tensor | None]:
+        """One optimizer step on one minibatch; its metrics, and its current log-probabilities where they are kept."""
         minibatch = prepare_minibatch(
             rollouts,
             microbatch=self.config.microbatch,
@@ -209,7 +217,12 @@ class ActorStep:
             for chunk in self.model.chunks:
                 chunk.scale_gradients(rescale)  # type: ignore[operator]
             value /= outcome.survivors or loss.rollout_count or 1
-        return outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        return metrics, self._current(records, rollouts) if self.keep_current else None
+
+    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> Tensor:
+        pieces = [(record.batch, record.logprobs) for record in records]
+        return gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device)[0]
 
     def _finite_grad_norm(self) -> float:
         """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""

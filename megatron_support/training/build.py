@@ -46,7 +46,14 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
         recipe.optimizer, model.chunks, total_steps=train.steps * train.epochs * train.minibatches
     )
     actor_step = ActorStep(
-        model, optimizer, scheduler, recipe.actor_step, groups=groups, reference=reference, on_phase=on_phase
+        model,
+        optimizer,
+        scheduler,
+        recipe.actor_step,
+        groups=groups,
+        reference=reference,
+        on_phase=on_phase,
+        keep_current=recipe.logging.tokens,
     )
     return Training(model=model, actor_step=actor_step, source=_source(checked, model, groups, on_phase))
 
