@@ -118,12 +118,20 @@ def _nothing_kept(rollouts: RolloutBatch) -> Tensor:
     return _per_sequence(rollouts, rollouts.response_mask & (rollouts.support.offsets.diff() == 0)) > 0
 
 
+def _as_long_as_the_longest(rollouts: RolloutBatch) -> Tensor:
+    """Where several prompts have responses of the greatest length, a limit has cut them."""
+    lengths = _per_sequence(rollouts, rollouts.response_mask)
+    longest = lengths == lengths.max()
+    return longest & (rollouts.group_ids[longest].unique().numel() > 1)
+
+
 _CHECKS: tuple[tuple[Callable[[RolloutBatch], Tensor], str], ...] = (
     (_all_zero, "every generation log-probability is 0: did the engine return them?"),
     (_outside, "a generation log-probability is -inf: the token is excluded whatever the trainer says"),
     (_unlikely, f"a generation log-probability is below {UNLIKELY:g}: is it of the sampled token?"),
     (_alone, "alone in its group: an estimator that compares samples of one prompt has nothing to compare"),
     (_equal_rewards, "equal rewards in the whole group: no advantage against the others"),
+    (_as_long_as_the_longest, "as long as the longest response of several prompts: cut off by a limit?"),
     (_repeated, "the same tokens as an earlier sample of its prompt"),
     (lambda rollouts: ~rollouts.sample_mask, "sample_mask is false: it enters no term of the loss"),
     (lambda rollouts: ~rollouts.filtering, "no sampling filter: none of its tokens can be excluded"),

@@ -26,10 +26,10 @@ function html(name, attributes = {}, ...children) {
 function number(value, percent = false) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (percent) return (100 * value).toPrecision(Math.abs(value) >= 0.1 ? 3 : 2).replace(/\.?0+$/, "") + "%";
+  if (percent) return `${Number((100 * value).toPrecision(Math.abs(value) > 0.98 ? 6 : 3))}%`;
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(1).replace("e+", "e");
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   return String(Number(value.toPrecision(4)));
 }
@@ -84,7 +84,7 @@ function mount(node, draw) {
     if (width !== drawn) { drawn = width; node.replaceChildren(draw(width)); }
   };
   redraw();
-  new ResizeObserver(redraw).observe(node);
+  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(node);
 }
 
 const tip = {
@@ -248,7 +248,7 @@ function rowChart(node, { rows, title, xLabel, percent, color = "c1", series }) 
 // Points with a strip below for those that have no y.
 function scatterChart(node, { points, xLabel, yLabel, title, strip, onPick }) {
   mount(node, (width) => {
-    const height = Math.min(460, Math.max(320, width * 0.62));
+    const height = Math.min(600, Math.max(320, width * 0.95));
     const inside = points.filter((point) => point.y !== null);
     const range = padded(extent([...inside.flatMap((p) => [p.x, p.y]), ...points.map((p) => p.x)]));
     const room = points.length > inside.length ? 30 : 0;
