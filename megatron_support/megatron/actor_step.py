@@ -53,7 +53,8 @@ class _Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(f"megatron_support/{name}"):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -67,6 +68,7 @@ class ActorStep:
         config: loss, advantages, microbatching.
         groups: the ranks' layout.
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
+        teacher: weights of the teacher of ``opd`` advantages; None: rollouts carry ``teacher_logprobs``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
         keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
 
@@ -83,6 +85,7 @@ class ActorStep:
         *,
         groups: ParallelGroups,
         reference: HostWeights | None = None,
+        teacher: HostWeights | None = None,
         on_phase: Phase | None = None,
         keep_current: bool = False,
     ) -> None:
@@ -97,6 +100,7 @@ class ActorStep:
         self.config = config
         self.groups = groups
         self.reference = reference
+        self.teacher = teacher
         self.on_phase = on_phase or (lambda name, done, total: None)
         self.keep_current = keep_current
         self.steps = 0
@@ -117,6 +121,8 @@ class ActorStep:
             rollouts = self._with_previous(rollouts)
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
+        with clock.phase("teacher"):
+            rollouts = self._with_teacher(rollouts)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
         metrics = MetricSet()
@@ -156,6 +162,14 @@ class ActorStep:
         with self.reference.swapped_into(self.model.chunks):
             reference = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(reference_logprobs=reference.unfiltered)
+
+    def _with_teacher(self, rollouts: RolloutBatch) -> RolloutBatch:
+        if self.teacher is None:
+            return rollouts
+        self.on_phase("teacher", 0, 1)
+        with self.teacher.swapped_into(self.model.chunks):
+            teacher = self._logprobs(rollouts.without_filters())
+        return rollouts.with_columns(teacher_logprobs=teacher.unfiltered)
 
     def _logprobs(self, rollouts: RolloutBatch) -> RolloutLogprobs:
         return compute_logprobs(

@@ -248,7 +248,7 @@ function rowChart(node, { rows, title, xLabel, percent, color = "c1", series }) 
 // Points with a strip below for those that have no y.
 function scatterChart(node, { points, xLabel, yLabel, title, strip, onPick }) {
   mount(node, (width) => {
-    const height = Math.min(600, Math.max(320, width * 0.95));
+    const height = Math.min(690, Math.max(320, width * 1.3));
     const inside = points.filter((point) => point.y !== null);
     const range = padded(extent([...inside.flatMap((p) => [p.x, p.y]), ...points.map((p) => p.x)]));
     const room = points.length > inside.length ? 30 : 0;

@@ -30,7 +30,7 @@ const main = document.getElementById("main");
 
 function section(id, title, text) {
   main.append(html("h2", { id }, title), html("p", {}, text || ""));
-  document.getElementById("nav").append(html("a", { href: `#${id}` }, title));
+  document.getElementById("nav").append(html("a", { href: `#${id}` }, title.split(",")[0].replace(/ (of|and) .*$/, "")));
 }
 
 function head(title, subtitle, tiles) {
