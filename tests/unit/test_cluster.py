@@ -1,4 +1,4 @@
-"""The Slurm and Kubernetes jobs hand scripts/train_multinode.sh what it needs, and the page about them says the same."""
+"""The Slurm and Kubernetes jobs hand scripts/train_multinode.sh what it needs, as the page about them says."""
 
 import os
 import re
@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples/cluster/README.md").read_text()
 VARIABLES = {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MAX_RESTARTS"}
 
-ECHO = '#!/usr/bin/env bash\nprintf "%s|" "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE" "$@"; echo\n'
+ECHO = """#!/usr/bin/env bash
+printf "%s|" "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE" "$@"; echo
+"""
 
 
 def program(path: Path, text: str) -> None:
@@ -26,7 +28,7 @@ def program(path: Path, text: str) -> None:
 def slurm(tmp_path):
     """A repository with a stand-in for train_multinode.sh, and Slurm's two programs for a job of two nodes."""
     program(tmp_path / "scripts/train_multinode.sh", ECHO)
-    hostnames = '[ "$2" = "node[3-4]" ] && printf "node3\\nnode4\\n"'
+    hostnames = '[ "$3" = "node[3-4]" ] && printf "node3\\nnode4\\n"'
     program(tmp_path / "bin/scontrol", f"#!/usr/bin/env bash\n{hostnames}\n")
     tasks = 'for node in 0 1; do SLURM_NODEID=$node "$@" || exit 1; done'
     program(tmp_path / "bin/srun", f'#!/usr/bin/env bash\n[ "$1" = --kill-on-bad-exit=1 ] && shift\n{tasks}\n')
