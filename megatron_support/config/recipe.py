@@ -246,13 +246,28 @@ class ReferenceConfig(StrictModel):
     checkpoint: Weights | None = None
 
 
+class TeacherConfig(StrictModel):
+    """The teacher of ``opd`` advantages."""
+
+    checkpoint: Weights | None = None
+    """Weights of the model's own architecture, which give the teacher's log-probabilities in each step; null: the
+    rollouts carry ``teacher_logprobs``."""
+
+
 class LoggingConfig(StrictModel):
     """What is written into the run folder."""
 
     run_dir: str = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
+    tokens: bool = True
+    """Keep what ``megatron-support report`` shows of single tokens: ratios, and which were excluded, step by step."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
+
+    @field_validator("progress", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare off as false
 
 
 class ActorStepConfig(StrictModel):
@@ -296,6 +311,7 @@ class Recipe(StrictModel):
     logprobs: LogprobConfig = LogprobConfig()
     sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig
     logging: LoggingConfig = LoggingConfig()
 
@@ -320,6 +336,21 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"train.minibatches must be <= the {self.sequences_per_step} sequences of one step, "
                 f"got {self.train.minibatches}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_read(self) -> Self:
+        given, distils = self.teacher.checkpoint is not None, self.advantages.type == "opd"
+        if given and not distils:
+            raise ValueError(
+                f"teacher.checkpoint must be null with {self.advantages.type} advantages, which have no teacher; "
+                "remove it, or use advantages.type opd"
+            )
+        if distils and not given and self.rollouts.type == "sampler":
+            raise ValueError(
+                "teacher.checkpoint is required for opd advantages of sampled rollouts, got null; add it, or read "
+                "rollouts with teacher_logprobs from files"
             )
         return self
 

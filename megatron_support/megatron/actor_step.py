@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_support.advantages import compute_advantages
@@ -16,8 +17,8 @@ from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
 from megatron_support.megatron.faults import check_rollouts, raise_faults
-from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
-from megatron_support.megatron.loss_function import MegatronActorLoss
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
+from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.reference import HostWeights
@@ -25,7 +26,7 @@ from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.megatron.step_metrics import minibatch_outcome
 from megatron_support.metrics import Mean, MetricSet, Sum
-from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.batch import RolloutBatch, ragged_arange
 from megatron_support.rollouts.minibatch import split_minibatches
 from megatron_support.rollouts.sequence_filter import filter_rollouts
 
@@ -41,7 +42,7 @@ class StepResult:
     metrics: dict[str, float]
     """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
     rollouts: RolloutBatch
-    """The batch with prev_logprobs, reference_logprobs and advantages filled in."""
+    """The batch with prev_logprobs, reference_logprobs and advantages filled in (and curr_logprobs where kept)."""
 
 
 @dataclass
@@ -53,7 +54,8 @@ class _Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(f"megatron_support/{name}"):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -67,7 +69,9 @@ class ActorStep:
         config: loss, advantages, microbatching.
         groups: the ranks' layout.
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
+        teacher: weights of the teacher of ``opd`` advantages; None: rollouts carry ``teacher_logprobs``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
+        keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
 
     Raises:
         ConfigurationError: the configuration needs a reference policy and none is given.
@@ -82,7 +86,9 @@ class ActorStep:
         *,
         groups: ParallelGroups,
         reference: HostWeights | None = None,
+        teacher: HostWeights | None = None,
         on_phase: Phase | None = None,
+        keep_current: bool = False,
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigurationError(
@@ -95,7 +101,9 @@ class ActorStep:
         self.config = config
         self.groups = groups
         self.reference = reference
+        self.teacher = teacher
         self.on_phase = on_phase or (lambda name, done, total: None)
+        self.keep_current = keep_current
         self.steps = 0
 
     def step(self, rollouts: RolloutBatch) -> StepResult:
@@ -115,17 +123,23 @@ class ActorStep:
         rollouts, metrics = filter_rollouts(rollouts, self.config.sequence_filter)
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
+        with clock.phase("teacher"):
+            rollouts = self._with_teacher(rollouts)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
+        current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
-                metrics = metrics.merge(self._update(rollouts.select(indices)))
+                found, values = self._update(rollouts.select(indices))
+                metrics = metrics.merge(found)
+                if current is not None and values is not None:
+                    current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
             self.on_phase("update", total, total)
         self.steps += 1
-        values = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        return StepResult(metrics=values, rollouts=rollouts)
+        numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
+        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
 
     def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
         for epoch in range(self.config.epochs):
@@ -149,6 +163,14 @@ class ActorStep:
         with self.reference.swapped_into(self.model.chunks):
             reference = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(reference_logprobs=reference.unfiltered)
+
+    def _with_teacher(self, rollouts: RolloutBatch) -> RolloutBatch:
+        if self.teacher is None:
+            return rollouts
+        self.on_phase("teacher", 0, 1)
+        with self.teacher.swapped_into(self.model.chunks):
+            teacher = self._logprobs(rollouts.without_filters())
+        return rollouts.with_columns(teacher_logprobs=teacher.unfiltered)
 
     def _logprobs(self, rollouts: RolloutBatch) -> RolloutLogprobs:
         return compute_logprobs(
@@ -177,8 +199,8 @@ class ActorStep:
         )
         return rollouts.with_columns(advantages=advantages)
 
-    def _update(self, rollouts: RolloutBatch) -> MetricSet:
-        """One optimizer step on one minibatch."""
+    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, Tensor | None]:
+        """One optimizer step on one minibatch; its metrics, and its current log-probabilities where they are kept."""
         minibatch = prepare_minibatch(
             rollouts,
             microbatch=self.config.microbatch,
@@ -210,7 +232,12 @@ class ActorStep:
             for chunk in self.model.chunks:
                 chunk.scale_gradients(rescale)  # type: ignore[operator]
             value /= outcome.survivors or loss.rollout_count or 1
-        return outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        return metrics, self._current(records, rollouts) if self.keep_current else None
+
+    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> Tensor:
+        pieces = [(record.batch, record.logprobs) for record in records]
+        return gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device)[0]
 
     def _finite_grad_norm(self) -> float:
         """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""

@@ -17,6 +17,7 @@ PER_TOKEN = (
     "generation_logprobs",
     "prev_logprobs",
     "prev_logprobs_unfiltered",
+    "curr_logprobs",
     "reference_logprobs",
     "teacher_logprobs",
     "values",
@@ -76,6 +77,8 @@ class RolloutBatch:
     prev_logprobs: Tensor | None = None
     """fp32 ``[N]``, the trainer's before the step, under the filter; -inf outside the support."""
     prev_logprobs_unfiltered: Tensor | None = None
+    curr_logprobs: Tensor | None = None
+    """fp32 ``[N]``, what the loss of the last pass saw, under the filter; kept for reports, no term reads it."""
     reference_logprobs: Tensor | None = None
     """fp32 ``[N]``, unfiltered."""
     teacher_logprobs: Tensor | None = None

@@ -72,13 +72,12 @@ def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
     return rollouts
 
 
-_COMPUTED = ("prev_logprobs", "reference_logprobs")
-"""Columns that the step fills in itself."""
-
-
 def _check_columns(recipe: Recipe, rollouts: RolloutBatch | None) -> None:
     """``rollouts``: what the files hold; None for the sampler, whose batches have no optional column."""
-    needed = [name for name in recipe.advantages.columns if name not in _COMPUTED]
+    computed = {"prev_logprobs", "reference_logprobs"}  # by the step itself
+    if recipe.teacher.checkpoint is not None:
+        computed.add("teacher_logprobs")
+    needed = [name for name in recipe.advantages.columns if name not in computed]
     missing = [name for name in needed if rollouts is None or getattr(rollouts, name) is None]
     if missing:
         remedy = "add them to the files" if rollouts is not None else "take rollouts from files that have them"

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_support.rollouts.files import write_rollouts
 
 RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
 ROLLOUTS, CHECKPOINT = "rollouts_last_step.jsonl", "checkpoint"
+TOKENS, TOKEN_TEXT, ENVIRONMENT = "tokens.jsonl", "token_text.json", "environment.json"
 
 
 class RunFolder:
@@ -34,6 +35,8 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tensorboard: Any = None
+        self.environment: Mapping[str, Any] = {}
+        """Written as ``environment.json`` when the folder is made."""
         parent = Path(recipe.logging.run_dir).expanduser()
         nearest = next(folder for folder in (parent.absolute(), *parent.absolute().parents) if folder.exists())
         if not nearest.is_dir():
@@ -59,6 +62,16 @@ class RunFolder:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
 
+    def write_tokens(self, record: Mapping[str, Any]) -> None:
+        """Append what one step's single tokens say, for the report."""
+        with (self.path / TOKENS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def write_token_text(self, text_of: Callable[[int], str], tokens: Iterable[int]) -> None:
+        """The text of the tokens that the report shows, so that it can be made where the weights are not."""
+        known = {str(token): text for token in sorted(set(tokens)) if (text := text_of(token))}
+        (self.path / TOKEN_TEXT).write_text(json.dumps(known, ensure_ascii=False) + "\n", encoding="utf-8")
+
     def write_rollouts(self, rollouts: RolloutBatch) -> None:
         """The rollouts of the last step, with the log-probabilities and advantages that it used."""
         write_rollouts(self.path / ROLLOUTS, rollouts)
@@ -74,6 +87,7 @@ class RunFolder:
         self.path.mkdir(parents=True)
         tree = self._recipe.model_dump(mode="json")
         (self.path / RECIPE).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        (self.path / ENVIRONMENT).write_text(json.dumps(self.environment, indent=2) + "\n", encoding="utf-8")
         if self._recipe.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -190,12 +190,12 @@ BAD_RECIPES = {
         ["advantages={type: gae}"],
         ["must carry the columns ['values'] for gae advantages", "add them to the files"],
     ),
-    "no teacher in a sampler's rollouts": (
+    "no values in a sampler's rollouts": (
         [
-            "advantages={type: opd}",
+            "advantages={type: gae}",
             "rollouts={type: sampler, task: sort, prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 4}",
         ],
-        ["['teacher_logprobs'] for opd advantages", "take rollouts from files that have them"],
+        ["['values'] for gae advantages", "take rollouts from files that have them"],
     ),
     "no GPU": (["device=cuda"], ["device must be auto or cpu", "got 'cuda'"]),
     "run_dir in a file": (

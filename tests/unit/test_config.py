@@ -74,7 +74,7 @@ def test_shipped_recipes_load(name):
     recipe = load_recipe(CONFIGS / name)
     assert recipe.name == Path(name).stem
     assert Recipe.from_dict(recipe.model_dump()) == recipe
-    if recipe.rollouts.type == "files":
+    if recipe.rollouts.type == "files" and "oc.env:ROLLOUTS" not in (CONFIGS / name).read_text():
         assert all(Path(path).is_absolute() and Path(path).exists() for path in recipe.rollouts.paths)
 
 
