@@ -18,8 +18,8 @@ from megatron_support.errors import ConfigurationError, GradientFault
 from megatron_support.megatron.faults import check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
-from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.parts import ModelParts
+from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
+from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
@@ -103,28 +103,38 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget.
+            RolloutError: a sequence is longer than the token budget, which does not truncate.
+            ConfigurationError: it truncates, at a length that this layout cannot hold.
             Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
                 message. Weights and optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
-        rollouts = with_support_mode(rollouts, self.config.logprobs)
+        rollouts, cut = self._truncated(with_support_mode(rollouts, self.config.logprobs))
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
-        metrics = MetricSet()
+        metrics = MetricSet({"truncated_sequences": Sum(cut)} if self.config.microbatch.truncate else {})
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
                 metrics = metrics.merge(self._update(rollouts.select(indices)))
+            gather_parameters(self.model)
             self.on_phase("update", total, total)
         self.steps += 1
         values = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
         return StepResult(metrics=values, rollouts=rollouts)
+
+    def _truncated(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, int]:
+        _, total_multiple = token_multiples(
+            context_size=self.groups.context_size,
+            tensor_size=self.groups.tensor_size,
+            sequence_parallel=self.model.config.sequence_parallel,
+        )
+        return truncate_rollouts(rollouts, self.config.microbatch, total_multiple=total_multiple)
 
     def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
         for epoch in range(self.config.epochs):

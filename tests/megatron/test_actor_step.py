@@ -19,6 +19,11 @@ LAYOUTS = {
     "cp2": (2, {"parallel": {"context": 2}}),
     "dp2": (2, {}),
     "dp2_distributed_optimizer": (2, {"optimizer": {"distributed": True}}),
+    "dp2_overlap": (2, {"optimizer": {"overlap_grad_reduce": True}}),
+    "dp2_distributed_optimizer_overlap": (
+        2,
+        {"optimizer": {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}},
+    ),
     "padded": (1, {"microbatch": {"max_tokens": 40, "layout": "padded"}}),
     "one_microbatch": (1, {"microbatch": {"max_tokens": 4096}}),
     "every_position": (1, {"logprobs": {"response_only": False}}),
@@ -63,6 +68,21 @@ def test_layout_trains_as_one_process_does(one_process, name):
             assert got == pytest.approx({key: step[key] for key in SAME}, rel=2e-5, abs=1e-7)
         assert torch.equal(torch.isneginf(other_previous), torch.isneginf(previous))
         torch.testing.assert_close(other_previous, previous, rtol=2e-5, atol=2e-5)
+
+
+def _weights_after_two_updates(rank, world, optimizer):
+    step = make_step(optimizer=optimizer)
+    step.step(make_rollouts())
+    return [parameter.detach().clone() for chunk in step.model.chunks for parameter in chunk.parameters()]
+
+
+def test_weights_are_whole_on_every_rank_when_a_step_that_overlaps_their_gathering_ends():
+    """Reference policy, sampler and checkpoints read them without a forward pass of the trained model."""
+    overlap = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    expected = run_ranks(2, _weights_after_two_updates, {"distributed": True})
+    for weights, other in zip(expected, run_ranks(2, _weights_after_two_updates, overlap), strict=True):
+        for tensor, same in zip(weights, other, strict=True):
+            assert torch.equal(tensor, same)
 
 
 def test_rollouts_hold_tokens_outside_the_support(one_process):

@@ -140,6 +140,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "parallel: virtual_pipeline must be null when pipeline is 1; set",
     ),
     "sequence": ({"parallel.sequence": True}, "parallel: sequence must be false when tensor is 1; set tensor >= 2 or"),
+    "overlapped gathering alone": (
+        {"optimizer.overlap_param_gather": True, "optimizer.overlap_grad_reduce": True},
+        "optimizer: overlap_param_gather must be false without distributed and overlap_grad_reduce; set both to true, "
+        "or remove it",
+    ),
+    "recomputed module": (
+        {"parallel.recompute": {"type": "selective", "modules": ["attention"]}},
+        "parallel.recompute.modules.0: must be one of 'core_attn', 'mlp', 'moe' or 'shared_experts', got 'attention'",
+    ),
     "min_lr": ({"optimizer.min_lr": 0.1}, "optimizer: min_lr must be <= lr (0.001), got 0.1; lower it"),
     "no shape": (
         {"model.architecture": ...},
