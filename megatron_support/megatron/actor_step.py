@@ -19,6 +19,7 @@ from megatron_support.megatron.faults import check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
 from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
+from megatron_support.megatron.model_losses import check_actor_loss, check_model
 from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.scaling import survivor_rescale
@@ -69,7 +70,8 @@ class ActorStep:
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
 
     Raises:
-        ConfigurationError: the configuration needs a reference policy and none is given.
+        ConfigurationError: the configuration needs a reference policy and none is given, or the loss cannot be combined
+            with the model's own.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class ActorStep:
                 "a KL term (loss.kl, advantages.kl_in_reward) needs a reference policy, got none; pass "
                 "reference=HostWeights(model.chunks), or set it to null"
             )
+        check_model(model.config)
+        check_actor_loss(config.loss, model.config)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler

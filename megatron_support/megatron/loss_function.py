@@ -8,17 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_support.config.loss import ActorLossConfig
 from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.distributed.sequence_sum import sum_over_group
-from megatron_support.errors import ConfigurationError
 from megatron_support.loss import actor_loss, find_faults
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
+from megatron_support.megatron.model_losses import (
+    check_actor_loss,
+    check_model,
+    counts_survivors,
+    has_auxiliary_losses,
+)
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.scaling import loss_factor
 from megatron_support.metrics import MetricSet
@@ -77,9 +81,10 @@ class MegatronActorLoss:
         self.logprobs = logprobs or LogprobConfig()
         self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
         self.per_token = bool(model.config.calculate_per_token_loss)
-        self.survivors = config.normalization == "survivors" and config.denominator != "none"
+        self.survivors = counts_survivors(config)
         self.auxiliary = has_auxiliary_losses(model.config)
-        check_model(model.config, survivors=self.survivors)
+        check_model(model.config)
+        check_actor_loss(config, model.config)
         self.factor = loss_factor(
             calculate_per_token_loss=self.per_token,
             num_microbatches=len(minibatch),
@@ -169,32 +174,6 @@ class MegatronActorLoss:
     def survivor_count(self, record: MicrobatchRecord) -> Tensor:
         """The count that divides everything under ``survivors``: tokens or sequences, by the aggregation."""
         return record.surviving_tokens if self.config.denominator == "tokens" else record.surviving_sequences
-
-
-def has_auxiliary_losses(config: TransformerConfig) -> bool:
-    """Whether the model adds losses of its own to the gradient (load balancing of experts)."""
-    coefficient = config.moe_aux_loss_coeff
-    balancing = any(coefficient) if isinstance(coefficient, list) else bool(coefficient)
-    return bool(config.num_moe_experts) and (balancing or bool(config.moe_z_loss_coeff))
-
-
-def check_model(config: TransformerConfig, *, survivors: bool) -> None:
-    """Refuse a model whose own losses the actor loss cannot be combined with.
-
-    Raises:
-        ConfigurationError: multi-token prediction, or auxiliary losses under ``normalization: survivors``.
-    """
-    if config.mtp_num_layers:
-        raise ConfigurationError(
-            f"mtp_num_layers must be null in the actor step, got {config.mtp_num_layers}: multi-token prediction adds a "
-            "loss over every token of prompts and responses alike; build the model without it"
-        )
-    if survivors and has_auxiliary_losses(config):
-        raise ConfigurationError(
-            "loss.normalization must be rollout for a model with auxiliary losses of experts (moe.aux_loss_coef, "
-            "moe.z_loss_coef), got survivors: its count is known after the backward pass, and dividing all gradients "
-            "by it would divide theirs; use rollout, or set both coefficients to 0"
-        )
 
 
 def _detached(values: TokenLogprobs) -> TokenLogprobs:

@@ -268,7 +268,7 @@ def _check_overrides(overrides: Mapping[str, Any], parallel: ParallelConfig) -> 
     if overrides.get("mtp_num_layers"):
         raise ConfigurationError(
             f"overrides: mtp_num_layers must be null, got {overrides['mtp_num_layers']}: multi-token prediction adds a "
-            "loss of its own to the actor's; remove it"
+            "loss over every token, of prompts and responses alike; remove it"
         )
     for name, value in _INTERLEAVED_P2P.items():
         if parallel.virtual_pipeline is not None and overrides.get(name, value) != value:
@@ -306,10 +306,23 @@ def _build_chunk(
         rotary_base=architecture.rope_base,
         vp_stage=stage,
     )
+    _tag_experts(chunk, config)
     rotary = chunk.rotary_pos_emb
     frequencies = rotary_frequencies(architecture.rope_base, head_dim(architecture), architecture.rope_scaling)
     rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     return chunk
+
+
+def _tag_experts(chunk: GPTModel, config: TransformerConfig) -> None:
+    """Mark the parameters whose gradients are summed over the ranks that hold the same experts.
+
+    0.16 marks them only under expert parallelism. Whole experts on several tensor-parallel ranks, each of which sees its
+    own part of the tokens, would then keep different gradients.
+    """
+    shared = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = not shared  # type: ignore[attr-defined]
 
 
 def _block_spec(config: TransformerConfig, implementation: str, layers: int) -> Any:
