@@ -316,13 +316,13 @@ def _build_chunk(
 def _tag_experts(chunk: GPTModel, config: TransformerConfig) -> None:
     """Mark the parameters whose gradients are summed over the ranks that hold the same experts.
 
-    0.16 marks them only under expert parallelism. Whole experts on several tensor-parallel ranks, each of which sees its
-    own part of the tokens, would then keep different gradients.
+    0.16 marks them only under expert parallelism. Whole experts on several tensor-parallel ranks, each of which sees
+    its own part of the tokens, would then keep different gradients.
     """
     shared = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
-            parameter.allreduce = not shared  # type: ignore[attr-defined]
+            parameter.allreduce = not shared
 
 
 def _block_spec(config: TransformerConfig, implementation: str, layers: int) -> Any:
