@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,9 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
 
 
 def smallest_world(recipe: Recipe) -> int:
-    """The number of ranks of one copy of the model."""
-    return recipe.parallel.tensor * recipe.parallel.pipeline * recipe.parallel.context
+    """The least number of ranks that a recipe runs on."""
+    parallel = recipe.parallel
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
 def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
@@ -100,7 +102,7 @@ def _check_lengths(
         plan_microbatches(
             lengths,
             max_tokens=budget,
-            data_parallel_size=world_size // smallest_world(recipe),
+            data_parallel_size=world_size // (parallel.tensor * parallel.pipeline * parallel.context),
             layout=microbatch.layout,
             sequence_multiple=sequence_multiple,
             total_multiple=total_multiple,

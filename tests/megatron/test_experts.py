@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from megatron_support.config.recipe import Architecture, ParallelConfig
+from megatron_support.config.recipe import Architecture, ParallelConfig, Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.actor_step import ActorStep
+from megatron_support.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_support.megatron.forward import compute_logprobs
 from megatron_support.megatron.parallel import validate_layout
+from megatron_support.training.checks import smallest_world
 from tests.megatron.actor_setup import MODEL, make_rollouts, make_step
 from tests.megatron.matrix import STILL, TOLERANCE, difference, loss_of, run_steps
-from tests.megatron.tiny import parameter_gradients, tiny_model
+from tests.megatron.tiny import parameter_gradients, tiny_model, tokens, whole_logits
 from tests.ranks import run_ranks
+from tests.unit.test_config import FILES, changed
 
 MOE = {
     "num_experts": 4,
@@ -156,6 +159,11 @@ def test_impossible_layout(changes, parallel, world, message):
         validate_layout(architecture, ParallelConfig.from_dict(parallel), world)
 
 
+def test_the_least_number_of_ranks_holds_every_expert():
+    recipe = Recipe.from_dict(changed({"parallel": {"expert": 4, "tensor": 2, "pipeline": 2}, "rollouts": FILES}))
+    assert smallest_world(recipe) == 8
+
+
 def test_multi_token_prediction_is_refused():
     def on_rank(rank, world):
         with pytest.raises(ConfigurationError, match="mtp_num_layers must be null, got 1"):
@@ -174,3 +182,25 @@ def test_a_model_with_multi_token_prediction_that_another_program_built_is_refus
             compute_logprobs(step.model, make_rollouts(), groups=step.groups, microbatch=step.config.microbatch)
 
     run_ranks(1, on_rank)
+
+
+def _logits(rank, world, parallel, folder, save):
+    """Saves fresh weights, or loads what was saved over another seed's."""
+    architecture = Architecture.from_dict(MODEL["architecture"] | {"moe": MOE})
+    model, groups = tiny_model(ParallelConfig.from_dict(parallel), architecture=architecture, seed=5 if save else 999)
+    if save:
+        save_checkpoint(folder, model)
+    else:
+        load_checkpoint(folder, model)
+    return whole_logits(model, tokens(), groups, packed=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((2, {"expert": 2}), (1, {})), ((1, {}), (4, {"expert": 4, "tensor": 2, "sequence": True}))],
+    ids=["ep2-to-one", "one-to-ep4-over-tp2"],
+)
+def test_a_checkpoint_goes_from_any_layout_to_any_other(tmp_path, saved, loaded):
+    expected = run_ranks(saved[0], _logits, saved[1], tmp_path / "saved", True)[0]
+    for logits in run_ranks(loaded[0], _logits, loaded[1], tmp_path / "saved", False):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
