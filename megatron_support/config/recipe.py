@@ -19,8 +19,49 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
 
 
+class MixtureOfExperts(StrictModel):
+    """Experts in place of the MLP of every layer, without a capacity: no token is dropped."""
+
+    num_experts: Annotated[int, Field(ge=2)]
+    top_k: PositiveInt
+    """Experts of a token."""
+    ffn_hidden_size: PositiveInt
+    """Of one expert."""
+    normalize_top_k: bool = True
+    """Weights of a token's experts sum to 1; false: they are probabilities over all experts."""
+    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    """Of an expert that every token passes through; null for none."""
+    shared_expert_gate: bool = False
+    """Weigh the shared expert by a sigmoid of the token."""
+    aux_loss_coef: NonNegativeFloat = 0.0
+    """Load-balancing loss of each microbatch; enters the gradient with Megatron's own scale, a mean over microbatches
+    and data-parallel ranks."""
+    z_loss_coef: NonNegativeFloat = 0.0
+    """Of the squared log-normaliser of the router; scaled alike."""
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k must be <= num_experts ({self.num_experts}), got {self.top_k}; lower it")
+        if self.top_k == 1 and self.normalize_top_k:
+            raise ValueError(
+                "normalize_top_k must be false with top_k 1, whose weight would be 1 and have no gradient; set it to "
+                "false"
+            )
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError(
+                "shared_expert_gate must be false without shared_expert_ffn_hidden_size; give the size or remove the "
+                "gate"
+            )
+        return self
+
+
 class Architecture(StrictModel):
-    """A dense Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
+    """A Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
 
     vocab_size: PositiveInt
     """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
@@ -40,6 +81,8 @@ class Architecture(StrictModel):
     tie_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MixtureOfExperts | None = None
+    """Null for a dense model."""
 
 
 class RandomWeights(StrictModel):
@@ -97,6 +140,29 @@ class ModelConfig(StrictModel):
         return self
 
 
+RecomputedModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
+
+
+class FullRecompute(StrictModel):
+    """Keep only the input of whole layers and run them again in the backward pass."""
+
+    type: Literal["full"]
+    method: Literal["uniform", "block"] = "uniform"
+    """uniform: all layers, in groups of ``num_layers``; block: the first ``num_layers`` of each model chunk, singly."""
+    num_layers: PositiveInt = 1
+
+
+class SelectiveRecompute(StrictModel):
+    """Run parts of each layer again in the backward pass."""
+
+    type: Literal["selective"]
+    modules: Annotated[list[RecomputedModule], Field(min_length=1)]
+    """``[core_attn]`` saves most for its cost."""
+
+
+Recompute = Annotated[FullRecompute | SelectiveRecompute, Field(discriminator="type")]
+
+
 class ParallelConfig(StrictModel):
     """Megatron's layout. The data-parallel size is what is left of the world."""
 
@@ -105,8 +171,12 @@ class ParallelConfig(StrictModel):
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Model chunks per pipeline rank (interleaved schedule)."""
     context: PositiveInt = 1
+    expert: PositiveInt = 1
+    """Ranks that share a layer's experts, each of them whole: tensor-, then context-, then data-parallel ranks."""
     sequence: bool = False
     """Megatron's sequence parallelism inside the tensor-parallel group."""
+    recompute: Recompute | None = None
+    """Activations to compute again in the backward pass instead of keeping them; null keeps all."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -141,12 +211,21 @@ class OptimizerSettings(StrictModel):
     """Global gradient norm; 0 for no clipping."""
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks (DistributedOptimizer)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass of the last microbatch still runs."""
+    overlap_param_gather: bool = False
+    """Gather the parameters of the next minibatch while its forward pass runs."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr ({self.lr}), got {self.min_lr}; lower it")
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather must be false without distributed and overlap_grad_reduce; set both to true, or "
+                "remove it"
+            )
         return self
 
 
@@ -193,6 +272,14 @@ class MicrobatchConfig(StrictModel):
     """Token budget of one microbatch on one data-parallel rank (over all its context-parallel ranks)."""
     max_tokens_forward: PositiveInt | None = None
     """Budget of forward-only passes; null for ``max_tokens``."""
+    truncate: bool = False
+    """Cut a sequence of a rollout file that is longer than the smaller budget there, instead of refusing it: the tokens
+    beyond are in no pass and no term. Its reward stays that of the whole response."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that fit into every pass."""
+        return min(self.max_tokens, self.max_tokens_forward or self.max_tokens)
 
 
 class TrainConfig(StrictModel):
@@ -331,6 +418,19 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"rollouts.samples_per_prompt must be >= 2 with {self.advantages.type} advantages, "
                 f"got {self.rollouts.samples_per_prompt}: a group of one has no advantage over itself; raise it"
+            )
+        moe = None if self.model.architecture is None else self.model.architecture.moe
+        if moe is not None and moe.has_auxiliary_losses and self.loss.normalization == "survivors":
+            raise ValueError(
+                "loss.normalization must be rollout with model.architecture.moe.aux_loss_coef or z_loss_coef, got "
+                "survivors, which would divide their gradients too; use rollout, or set both coefficients to 0"
+            )
+        together = self.parallel.tensor * self.parallel.context
+        if self.rollouts.type == "sampler" and together % self.parallel.expert:
+            raise ValueError(
+                f"parallel.expert must divide parallel.tensor x context = {together} with rollouts of type 'sampler', "
+                f"got {self.parallel.expert}: data-parallel ranks sample responses of different lengths and cannot "
+                "share experts meanwhile; lower it, or read rollouts from files"
             )
         if self.train.minibatches > self.sequences_per_step:
             raise ValueError(

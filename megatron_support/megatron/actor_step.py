@@ -19,8 +19,9 @@ from megatron_support.errors import ConfigurationError, GradientFault
 from megatron_support.megatron.faults import check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
-from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.parts import ModelParts
+from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
+from megatron_support.megatron.model_losses import check_actor_loss, check_model
+from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
@@ -28,7 +29,7 @@ from megatron_support.megatron.step_metrics import minibatch_outcome
 from megatron_support.metrics import Mean, MetricSet, Sum
 from megatron_support.rollouts.batch import RolloutBatch, ragged_arange
 from megatron_support.rollouts.minibatch import split_minibatches
-from megatron_support.rollouts.sequence_filter import filter_rollouts
+from megatron_support.rollouts.sequence_filter import filter_errors, mask_cut_off
 
 Phase = Callable[[str, int, int], None]
 
@@ -74,7 +75,8 @@ class ActorStep:
         keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
 
     Raises:
-        ConfigurationError: the configuration needs a reference policy and none is given.
+        ConfigurationError: the configuration needs a reference policy and none is given, or the loss cannot be combined
+            with the model's own.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class ActorStep:
                 "a KL term (loss.kl, advantages.kl_in_reward) needs a reference policy, got none; pass "
                 "reference=HostWeights(model.chunks), or set it to null"
             )
+        check_model(model.config)
+        check_actor_loss(config.loss, model.config)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -112,15 +116,19 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget.
+            RolloutError: a sequence is longer than the token budget, which does not truncate.
+            ConfigurationError: it truncates, at a length that this layout cannot hold.
             Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
                 message. Weights and optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
-        rollouts = with_support_mode(rollouts, self.config.logprobs)
+        rollouts, metrics = mask_cut_off(with_support_mode(rollouts, self.config.logprobs), self.config.sequence_filter)
+        rollouts, cut = self._truncated(rollouts)
+        metrics |= {"truncated_sequences": Sum(cut)} if self.config.microbatch.truncate else {}
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
-        rollouts, metrics = filter_rollouts(rollouts, self.config.sequence_filter)
+        rollouts, found = filter_errors(rollouts, self.config.sequence_filter)
+        metrics |= found
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
         with clock.phase("teacher"):
@@ -136,10 +144,19 @@ class ActorStep:
                 metrics = metrics.merge(found)
                 if current is not None and values is not None:
                     current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
+            gather_parameters(self.model)
             self.on_phase("update", total, total)
         self.steps += 1
         numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
         return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
+
+    def _truncated(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, int]:
+        _, total_multiple = token_multiples(
+            context_size=self.groups.context_size,
+            tensor_size=self.groups.tensor_size,
+            sequence_parallel=self.model.config.sequence_parallel,
+        )
+        return truncate_rollouts(rollouts, self.config.microbatch, total_multiple=total_multiple)
 
     def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
         for epoch in range(self.config.epochs):

@@ -16,6 +16,7 @@ from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
+from megatron_support.megatron.model_losses import check_model
 from megatron_support.megatron.parts import ModelParts, evaluating
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts.batch import RolloutBatch
@@ -54,7 +55,12 @@ def compute_logprobs(
         groups: the ranks' layout.
         microbatch: layout and token budget (``max_tokens_forward`` where given).
         logprobs: chunking and ties.
+
+    Raises:
+        RolloutError: a sequence is longer than the token budget.
+        ConfigurationError: a model with multi-token prediction, or replay without the sampler's kept sets.
     """
+    check_model(model.config)
     logprobs = logprobs or LogprobConfig()
     rollouts = with_support_mode(rollouts, logprobs)
     minibatch = prepare_minibatch(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.megatron.parts import ModelParts, call_chunk, model_forward, unwrap
+from megatron_support.megatron.parts import ModelParts, call_chunk, gather_parameter, model_forward, unwrap
 from megatron_support.rollouts.batch import select_support
 from megatron_support.support import fused_support_logprobs, support_logprobs
 from megatron_support.types import SamplingParams, TokenBatch, TokenLogprobs
@@ -57,6 +57,7 @@ def run_chunk(chunk: nn.Module, batch: TokenBatch, *, fused: bool) -> StageOutpu
     else:
         with _skipped(bare.output_layer, weights):
             hidden = call_chunk(chunk, batch).transpose(0, 1)  # GPTModel returns [b, s, H]
+    gather_parameter(chunk, weights[0])
     return StageOutput(tensor=hidden, weight=weights[0])
 
 

@@ -14,6 +14,7 @@ what                                           what it does instead
 ``torch.cuda.Stream``, ``Event``, ``stream``,  objects that do nothing
 ``current_stream``, ``default_stream``
 ``torch.cuda.nvtx.range_push``, ``range_pop``  nothing
+``maybe_move_tensor_to_cpu``                   counts of the expert dispatcher become NumPy arrays, as they do off a GPU
 tensor factories, ``.to``, ``.cuda()``         a torch function mode sends device "cuda" to the CPU and drops pinning
 ``Tensor.type()``                              ``torch.cuda.FloatTensor``: Megatron's optimizers compare with it
 =============================================  ======================================================================
@@ -27,6 +28,8 @@ Independent of the device :func:`setup_host` also corrects Megatron-Core itself:
   tagged, so that ``finalize_model_grads`` sums their gradients over the tensor-parallel group. The tag is added.
 * ``DistributedOptimizer`` cannot save or load the per-parameter ``step`` of torch's own AdamW, which is what it wraps
   where neither Transformer Engine nor Apex is there. ``step`` is left out of sharded state and kept over a load.
+* The router of experts in 0.16 asks whether ``te_general_gemm`` is None, and without Transformer Engine the name does
+  not exist. It becomes None.
 """
 
 from __future__ import annotations
@@ -267,6 +270,9 @@ class _Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def record_event(self, event: _Inert | None = None) -> _Inert:
+        return _Inert() if event is None else event
+
     def __getattr__(self, name: str) -> Callable[..., float]:
         return lambda *args, **kwargs: 0.0
 
@@ -299,6 +305,7 @@ def _install_cpu_shim(patches: _Patches) -> None:
     random_logger.setLevel(logging.ERROR)
     patches.on_undo(lambda: random_logger.setLevel(level))
     _use_in_process_checkpoint_queue(patches)
+    _give_expert_dispatch_its_counts(patches)
     mode = _CudaToCpu()
     mode.__enter__()
     patches.on_undo(lambda: mode.__exit__(None, None, None))
@@ -308,6 +315,14 @@ def _install_cpu_shim(patches: _Patches) -> None:
 def _correct_megatron(patches: _Patches) -> None:
     _allow_sequence_parallel_norm(patches)
     _checkpoint_adam_step(patches)
+    _let_router_work_without_transformer_engine(patches)
+
+
+def _let_router_work_without_transformer_engine(patches: _Patches) -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patches.set(moe_utils, "te_general_gemm", None)
 
 
 def _allow_sequence_parallel_norm(patches: _Patches) -> None:
@@ -373,6 +388,16 @@ def _start_adam(optimizer: Any) -> None:
                 optimizer.state[parameter].update(
                     step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
                 )
+
+
+def _give_expert_dispatch_its_counts(patches: _Patches) -> None:
+    """The dispatcher turns token counts into NumPy arrays on their way off a GPU; on the CPU they stayed tensors."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", on_host)
 
 
 def _use_in_process_checkpoint_queue(patches: _Patches) -> None:

@@ -171,25 +171,21 @@ def mask_long_responses(
     return replace(rollouts, sample_mask=rollouts.sample_mask & ~long)
 
 
-def filter_rollouts(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
-    """Apply a recipe's filters: :func:`mask_long_responses`, then :func:`filter_sequences` over what is left.
+def mask_cut_off(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
+    """:func:`mask_long_responses` where a recipe says so; counted by ``long_responses``."""
+    if config.max_response_tokens is None:
+        return rollouts, MetricSet()
+    masked = mask_long_responses(rollouts, max_response_tokens=config.max_response_tokens)
+    return masked, MetricSet({"long_responses": Sum((rollouts.sample_mask & ~masked.sample_mask).sum())})
 
-    Args:
-        rollouts: with ``prev_logprobs`` and ``generation_logprobs`` where ``max_logprob_error`` is set.
-        config: which filters.
 
-    Returns:
-        The batch, and ``long_responses`` and the metrics of :func:`filter_sequences`, those of filters that are on.
+def filter_errors(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
+    """:func:`filter_sequences` where a recipe says so, with its metrics.
 
     Raises:
         RolloutError: a column is missing.
     """
-    metrics = MetricSet()
-    if config.max_response_tokens is not None:
-        before = rollouts.sample_mask
-        rollouts = mask_long_responses(rollouts, max_response_tokens=config.max_response_tokens)
-        metrics |= {"long_responses": Sum((before & ~rollouts.sample_mask).sum())}
-    if config.max_logprob_error is not None:
-        result = filter_sequences(rollouts, threshold=config.max_logprob_error)
-        rollouts, metrics = result.rollouts, metrics | result.metrics
-    return rollouts, metrics
+    if config.max_logprob_error is None:
+        return rollouts, MetricSet()
+    result = filter_sequences(rollouts, threshold=config.max_logprob_error)
+    return result.rollouts, result.metrics

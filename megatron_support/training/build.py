@@ -39,6 +39,8 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
     model = wrap_ddp(
         build_model(recipe.model, recipe.parallel, groups, seed=recipe.seed),
         distributed_optimizer=recipe.optimizer.distributed,
+        overlap_grad_reduce=recipe.optimizer.overlap_grad_reduce,
+        overlap_param_gather=recipe.optimizer.overlap_param_gather,
     )
     reference = teacher = None
     if recipe.actor_step.needs_reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from megatron_support.config.recipe import Architecture, FileRollouts, Recipe, SamplerRollouts
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.forward import with_support_mode
-from megatron_support.megatron.minibatch import token_multiples
+from megatron_support.megatron.minibatch import check_truncation, token_multiples
 from megatron_support.megatron.parallel import validate_layout
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
@@ -58,8 +59,9 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
 
 
 def smallest_world(recipe: Recipe) -> int:
-    """The number of ranks of one copy of the model."""
-    return recipe.parallel.tensor * recipe.parallel.pipeline * recipe.parallel.context
+    """The least number of ranks that a recipe runs on."""
+    parallel = recipe.parallel
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
 def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
@@ -99,21 +101,24 @@ def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) ->
 def _check_lengths(
     recipe: Recipe, architecture: Architecture, world_size: int, lengths: torch.Tensor, names: tuple[str, ...]
 ) -> None:
+    parallel, microbatch = recipe.parallel, recipe.train.microbatch
+    sequence_multiple, total_multiple = token_multiples(
+        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
+    )
+    check_truncation(microbatch, total_multiple=total_multiple)
+    if microbatch.truncate and isinstance(recipe.rollouts, FileRollouts):
+        lengths = lengths.clamp_max(microbatch.longest_sequence)
     longest = int(lengths.max())
     if longest > architecture.max_sequence_length:
         raise ConfigurationError(
             f"sequences must be at most model.architecture.max_sequence_length = {architecture.max_sequence_length} "
             f"tokens, got {longest} ({names[int(lengths.argmax())]}); raise it, or shorten the sequences"
         )
-    parallel, microbatch = recipe.parallel, recipe.train.microbatch
-    sequence_multiple, total_multiple = token_multiples(
-        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
-    )
     for budget in {microbatch.max_tokens, microbatch.max_tokens_forward or microbatch.max_tokens}:
         plan_microbatches(
             lengths,
             max_tokens=budget,
-            data_parallel_size=world_size // smallest_world(recipe),
+            data_parallel_size=world_size // (parallel.tensor * parallel.pipeline * parallel.context),
             layout=microbatch.layout,
             sequence_multiple=sequence_multiple,
             total_multiple=total_multiple,
