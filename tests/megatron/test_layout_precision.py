@@ -85,8 +85,7 @@ def wide():
     return columns, run_ranks(1, _wide_gradients, {}, False, columns)[0][0]
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "per_token"), [*((name, False) for name in LAYOUTS), ("cp2_dp2", True)])
 def test_loss_and_gradients_in_fp64_are_those_of_one_process(wide, name, per_token):
     columns, expected = wide
     world, parallel = LAYOUTS[name]
@@ -168,11 +167,17 @@ def _previous(rank, world, parallel, rollouts, packing):
     return compute_logprobs(step.model, rollouts, groups=step.groups, microbatch=microbatch)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=["tp2", "cp2", "pp2"])
-def test_only_tokens_at_the_border_may_change_sides(parallel, record_property):
-    """Layouts reorder sums: a token may differ only where its distance lies within the log-probability difference."""
+@pytest.fixture(scope="module")
+def border():
+    """(rollouts, each token's distance from the border, log-probabilities in one process)."""
     rollouts, distance = run_ranks(1, _border_rollouts)[0]
-    expected = run_ranks(1, _previous, {}, rollouts, "packed")[0]
+    return rollouts, distance, run_ranks(1, _previous, {}, rollouts, "packed")[0]
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}], ids=["tp2", "cp2", "pp2"])
+def test_only_tokens_at_the_border_may_change_sides(border, parallel, record_property):
+    """Layouts reorder sums: a token may differ only where its distance lies within the log-probability difference."""
+    rollouts, distance, expected = border
     for found in run_ranks(2, _previous, parallel, rollouts, "padded"):
         difference = float((found.unfiltered - expected.unfiltered).abs().max())
         assert difference < 1e-5
