@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_support.support.rows import Rows, exponentials
+from megatron_support.support.rows import Rows, exponential_scale, exponentials, row_sums
 from megatron_support.support.selection import Boundary, Filters, exp_difference, kept_by_mass
 from megatron_support.support.vocabulary import VocabularyShard
 
@@ -201,7 +201,8 @@ def _split(rows: Rows, entries: Tensor, low: Tensor, high: Tensor, need: Need, s
             values.append(x.view(-1).index_select(0, places))
             times.append(torch.ones(places.numel(), dtype=torch.float64, device=entries.device))
         exponentials(x, need.maximum[at], mass)
-        sums[i, 0] = over.mul_(mass).sum(dtype=torch.float64)
+        sums[i, 0] = row_sums(over.mul_(mass), rows.blocks, rows.workspace)[0]
+    sums[:, 0] *= exponential_scale(need.maximum)
     row = torch.repeat_interleave(torch.tensor([v.numel() for v in values], device=entries.device))
     inside, often = torch.cat(values), torch.cat(times)
     sums[:, 2].index_add_(0, row, exp_difference(inside, need.maximum[row]) * often)

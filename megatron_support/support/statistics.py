@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_support.support import kernels
 from megatron_support.support.candidates import CandidatePlan, Candidates, largest
-from megatron_support.support.rows import LOG2_E, Chunk, Rows, exponentials, shift
+from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, row_sums, shift
 from megatron_support.support.vocabulary import VocabularyShard
 
 
@@ -113,14 +113,12 @@ def _row_maximum(x: Tensor) -> Tensor:
 def _sum(rows: Rows, chunk: Chunk, x: Tensor, maximum: Tensor, sums: Tensor) -> None:
     shape = (chunk.size, rows.columns)
     mass = rows.workspace.take("mass", shape, rows.dtype)
-    if sums.shape[1] == 1:
-        sums[:, 0] = exponentials(x, maximum, mass).sum(-1, dtype=torch.float64)
-        return
-    shifted = rows.workspace.take("shifted", shape, rows.dtype)
-    shift(x, maximum, shifted)
-    torch.mul(shifted, LOG2_E, out=mass).exp2_()
-    sums[:, 0] = mass.sum(-1, dtype=torch.float64)
-    sums[:, 1] = mass.mul_(shifted).sum(-1, dtype=torch.float64)
+    exponentials(x, maximum, mass)
+    scale = exponential_scale(maximum)
+    sums[:, 0] = row_sums(mass, rows.blocks, rows.workspace) * scale
+    if sums.shape[1] == 2:
+        shifted = shift(x, maximum, rows.workspace.take("shifted", shape, rows.dtype))
+        sums[:, 1] = row_sums(mass.mul_(shifted), rows.blocks, rows.workspace) * scale
 
 
 def _target_logit(rows: Rows, targets: Tensor, shard: VocabularyShard) -> Tensor:
