@@ -27,8 +27,8 @@ _SAMPLE_DEPTH = 40.0
 """Sampled logits further below the maximum than this share a bin: their masses are nothing."""
 
 _BINS = 256
-_BATCH_ELEMENTS = 1 << 19
-"""Logits of the rows worked on at a time, which bounds the memory for copied ones: about 3 MiB where 5% are."""
+_BATCH_ELEMENTS = 1 << 21
+"""Logits of the rows worked on at a time, which bounds the memory for copied ones: some 8 MiB where 5% are."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,8 @@ def _order_key(values: Tensor) -> Tensor:
     """int64 that order as the values do."""
     integer, dropped = _BITS[values.dtype]
     bits = values.view(integer)
-    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long() >> dropped
+    key = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long()
+    return key >> dropped if dropped else key
 
 
 def _from_order_key(key: Tensor, dtype: torch.dtype) -> Tensor:

@@ -178,11 +178,11 @@ def exponentials(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
     """
     if not _fuses(x):
         return torch.sub(x, maximum[:, None], out=out).mul_(LOG2_E).exp2_()
-    offset = _offset(maximum)
-    torch.add(offset[:, None].neg(), x, alpha=LOG2_E, out=out)
-    far = (offset.abs() > _MOST_OFFSET).nonzero().flatten()
-    for i in far.tolist():
-        torch.sub(x[i], maximum[i], out=out[i]).mul_(LOG2_E)
+    negated = maximum * -LOG2_E
+    torch.add(negated[:, None], x, alpha=LOG2_E, out=out)
+    for i, offset in enumerate(negated.tolist()):
+        if abs(offset) > _MOST_OFFSET:
+            torch.sub(x[i], maximum[i], out=out[i]).mul_(LOG2_E)
     return out.exp2_()
 
 
@@ -190,7 +190,7 @@ def exponential_scale(maximum: Tensor) -> Tensor | float:
     """float64 ``[c]``: what the results of :func:`exponentials` have to be multiplied by."""
     if not _fuses(maximum):
         return 1.0
-    offset = _offset(maximum)
+    offset = maximum * LOG2_E
     rounding = (offset.double() - maximum.double() * _LOG2_E_SINGLE).exp2()
     # a row that holds an infinity or a NaN is at fault, and is NaN without a scale
     return torch.where(offset.abs() <= _MOST_OFFSET, rounding, 1.0)
@@ -198,10 +198,6 @@ def exponential_scale(maximum: Tensor) -> Tensor | float:
 
 def _fuses(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def _offset(maximum: Tensor) -> Tensor:
-    return maximum * LOG2_E
 
 
 def shift(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
@@ -228,7 +224,8 @@ def row_sums(mass: Tensor, blocks: Blocks, workspace: Workspace) -> Tensor:
         low = part[..., : width // 2]
         part = torch.add(low, part[..., width // 2 : width], out=low)
     total = part.sum((1, 2), dtype=torch.float64)
-    for rest in (mass[:, : blocks.first], mass[:, last:]):
-        if rest.shape[1]:
-            total += rest.sum(-1, dtype=torch.float64)
+    if blocks.first > 0:
+        total += mass[:, : blocks.first].sum(-1, dtype=torch.float64)
+    if last < mass.shape[1]:
+        total += mass[:, last:].sum(-1, dtype=torch.float64)
     return total

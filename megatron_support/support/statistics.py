@@ -87,9 +87,11 @@ def measure(
         if not fused:
             _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
     if fused:
-        from megatron_support.support.kernels.row_kernels import row_sums
+        from megatron_support.support.kernels import row_kernels
 
-        sums = row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
+        sums = row_kernels.row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
+    else:
+        sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
     target_logit = _target_logit(rows, targets, shard)
     words = [sums.view(rows.dtype), target_logit[:, None], *([local.values] if local is not None else [])]
     everyone = shard.gather(torch.cat(words, 1))
@@ -114,11 +116,10 @@ def _sum(rows: Rows, chunk: Chunk, x: Tensor, maximum: Tensor, sums: Tensor) -> 
     shape = (chunk.size, rows.columns)
     mass = rows.workspace.take("mass", shape, rows.dtype)
     exponentials(x, maximum, mass)
-    scale = exponential_scale(maximum)
-    sums[:, 0] = row_sums(mass, rows.blocks, rows.workspace) * scale
+    sums[:, 0] = row_sums(mass, rows.blocks, rows.workspace)
     if sums.shape[1] == 2:
         shifted = shift(x, maximum, rows.workspace.take("shifted", shape, rows.dtype))
-        sums[:, 1] = row_sums(mass.mul_(shifted), rows.blocks, rows.workspace) * scale
+        sums[:, 1] = row_sums(mass.mul_(shifted), rows.blocks, rows.workspace)
 
 
 def _target_logit(rows: Rows, targets: Tensor, shard: VocabularyShard) -> Tensor:
