@@ -15,7 +15,7 @@ from megatron_support.advantages import compute_advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
-from megatron_support.megatron.faults import check_rollouts, raise_faults
+from megatron_support.megatron.faults import check_replayed, check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss
 from megatron_support.megatron.minibatch import prepare_minibatch
@@ -103,12 +103,13 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget.
+            RolloutError: a sequence is longer than the token budget, or a kept set does not fit its token.
             Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
                 message. Weights and optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
         rollouts = with_support_mode(rollouts, self.config.logprobs)
+        check_replayed(rollouts, self.model.architecture.vocab_size)
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
         with clock.phase("reference"):
