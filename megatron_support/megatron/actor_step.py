@@ -16,7 +16,7 @@ from megatron_support.advantages import compute_advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
-from megatron_support.megatron.faults import check_rollouts, raise_faults
+from megatron_support.megatron.faults import check_replayed, check_rollouts, raise_faults
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
@@ -116,7 +116,8 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget, which does not truncate.
+            RolloutError: a sequence is longer than the token budget, which does not truncate; or a kept set does not
+                fit its token.
             ConfigurationError: it truncates, at a length that this layout cannot hold.
             Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
                 message. Weights and optimizer are as they were before the minibatch in which it was found.
@@ -125,6 +126,7 @@ class ActorStep:
         rollouts, metrics = mask_cut_off(with_support_mode(rollouts, self.config.logprobs), self.config.sequence_filter)
         rollouts, cut = self._truncated(rollouts)
         metrics |= {"truncated_sequences": Sum(cut)} if self.config.microbatch.truncate else {}
+        check_replayed(rollouts, self.model.architecture.vocab_size)
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
         rollouts, found = filter_errors(rollouts, self.config.sequence_filter)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.faults import check_replayed
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.model_losses import check_model
@@ -57,12 +58,13 @@ def compute_logprobs(
         logprobs: chunking and ties.
 
     Raises:
-        RolloutError: a sequence is longer than the token budget.
+        RolloutError: a sequence is longer than the token budget, or a kept set does not fit its token.
         ConfigurationError: a model with multi-token prediction, or replay without the sampler's kept sets.
     """
     check_model(model.config)
     logprobs = logprobs or LogprobConfig()
     rollouts = with_support_mode(rollouts, logprobs)
+    check_replayed(rollouts, model.architecture.vocab_size)
     minibatch = prepare_minibatch(
         rollouts,
         microbatch=microbatch,

@@ -15,7 +15,7 @@ from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.distributed.sequence_sum import sum_over_group
 from megatron_support.loss import actor_loss, find_faults
-from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
+from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, support_metrics, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
 from megatron_support.megatron.model_losses import (
     check_actor_loss,
@@ -105,12 +105,12 @@ class MegatronActorLoss:
             ``(loss, record)``, or ``(loss sum, count, record)`` where the schedule divides by a total of counts: of
             survivors, or of tokens where auxiliary losses of experts are multiplied by them.
         """
+        parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.logprobs}
+        compared = support_metrics(output, batch, **parts)
         values = batch_logprobs(
             output,
             batch,
-            model=self.model,
-            groups=self.groups,
-            logprobs=self.logprobs,
+            **parts,
             entropy=self.config.entropy_coef != 0,
             inplace_backward=True,
         )
@@ -119,7 +119,7 @@ class MegatronActorLoss:
             batch=batch,
             logprobs=_detached(values),
             loss=result.loss.detach().clone(),
-            metrics=result.metrics,
+            metrics=result.metrics | compared,
             surviving_tokens=result.surviving_tokens,
             surviving_sequences=result.surviving_sequences,
             faults=find_faults(self.config, **self.tensors(batch, values)).total,
