@@ -121,8 +121,9 @@ class ActorStep:
             rollouts = self._with_previous(rollouts)
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
-        with clock.phase("teacher"):
-            rollouts = self._with_teacher(rollouts)
+        if self.teacher is not None:
+            with clock.phase("teacher"):
+                rollouts = self._with_teacher(rollouts, self.teacher)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
         metrics = MetricSet()
@@ -163,11 +164,9 @@ class ActorStep:
             reference = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(reference_logprobs=reference.unfiltered)
 
-    def _with_teacher(self, rollouts: RolloutBatch) -> RolloutBatch:
-        if self.teacher is None:
-            return rollouts
+    def _with_teacher(self, rollouts: RolloutBatch, weights: HostWeights) -> RolloutBatch:
         self.on_phase("teacher", 0, 1)
-        with self.teacher.swapped_into(self.model.chunks):
+        with weights.swapped_into(self.model.chunks):
             teacher = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(teacher_logprobs=teacher.unfiltered)
 
