@@ -282,6 +282,21 @@ class MicrobatchConfig(StrictModel):
         return min(self.max_tokens, self.max_tokens_forward or self.max_tokens)
 
 
+class ProfileConfig(StrictModel):
+    """A trace of torch's profiler over some steps of the first rank, with the phases named ``megatron_support/...``."""
+
+    start: PositiveInt
+    """First step, from 1."""
+    stop: PositiveInt
+    """Last step; the trace is written into the run folder when it is done."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.stop < self.start:
+            raise ValueError(f"stop must be >= start ({self.start}), got {self.stop}; raise it")
+        return self
+
+
 class TrainConfig(StrictModel):
     """The loop."""
 
@@ -295,6 +310,13 @@ class TrainConfig(StrictModel):
     microbatch: MicrobatchConfig
     save_final: bool = False
     """Write the trained weights into the run folder as a Megatron checkpoint."""
+    profile: ProfileConfig | None = None
+
+    @model_validator(mode="after")
+    def _profile_ends(self) -> Self:
+        if self.profile is not None and self.profile.stop > self.steps:
+            raise ValueError(f"profile.stop must be <= steps ({self.steps}), got {self.profile.stop}; lower it")
+        return self
 
 
 class LogprobConfig(StrictModel):
@@ -341,6 +363,16 @@ class TeacherConfig(StrictModel):
     rollouts carry ``teacher_logprobs``."""
 
 
+class WandbConfig(StrictModel):
+    """Weights & Biases; needs the package ``wandb`` (extra ``wandb``)."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
 class LoggingConfig(StrictModel):
     """What is written into the run folder."""
 
@@ -349,6 +381,10 @@ class LoggingConfig(StrictModel):
     tensorboard: bool = True
     tokens: bool = True
     """Keep what ``megatron-support report`` shows of single tokens: ratios, and which were excluded, step by step."""
+    wandb: WandbConfig | None = None
+    """Send metrics to Weights & Biases as well."""
+    peak_tflops: PositiveFloat | None = None
+    """What one device can do, for the metric ``mfu``; null: known for common GPUs in bfloat16, else no ``mfu``."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
 
     @field_validator("progress", mode="before")

@@ -133,8 +133,9 @@ class ActorStep:
         metrics |= found
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
-        with clock.phase("teacher"):
-            rollouts = self._with_teacher(rollouts)
+        if self.teacher is not None:
+            with clock.phase("teacher"):
+                rollouts = self._with_teacher(rollouts, self.teacher)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
         current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
@@ -183,11 +184,9 @@ class ActorStep:
             reference = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(reference_logprobs=reference.unfiltered)
 
-    def _with_teacher(self, rollouts: RolloutBatch) -> RolloutBatch:
-        if self.teacher is None:
-            return rollouts
+    def _with_teacher(self, rollouts: RolloutBatch, weights: HostWeights) -> RolloutBatch:
         self.on_phase("teacher", 0, 1)
-        with self.teacher.swapped_into(self.model.chunks):
+        with weights.swapped_into(self.model.chunks):
             teacher = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(teacher_logprobs=teacher.unfiltered)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_support.config.recipe import Recipe, Weights
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.megatron.actor_step import ActorStep
+from megatron_support.megatron.communication import CommunicationClock
 from megatron_support.megatron.generate import Sampler
 from megatron_support.megatron.model import build_model, wrap_ddp
 from megatron_support.megatron.optimizer import build_optimizer
@@ -27,6 +28,7 @@ class Training:
     model: ModelParts
     actor_step: ActorStep
     source: RolloutSource
+    communication: CommunicationClock
 
 
 def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnPhase) -> Training:
@@ -62,7 +64,10 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
         on_phase=on_phase,
         keep_current=recipe.logging.tokens,
     )
-    return Training(model=model, actor_step=actor_step, source=_source(checked, model, groups, on_phase))
+    clock = CommunicationClock(model.device)
+    model.config.timers = optimizer.config.timers = clock
+    source = _source(checked, model, groups, on_phase)
+    return Training(model=model, actor_step=actor_step, source=source, communication=clock)
 
 
 def _weights_of(checkpoint: Weights | None, recipe: Recipe, model: ModelParts, groups: ParallelGroups) -> HostWeights:

@@ -17,6 +17,7 @@ from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import concatenate, read_rollouts
 from megatron_support.rollouts.planning import plan_microbatches
 from megatron_support.training.tasks import Task, get_task
+from megatron_support.training.tracking import check_wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
         ConfigurationError: a field, or the layout.
         RolloutError: a file, or a sequence that does not fit.
     """
+    check_wandb(recipe)
     architecture = model_architecture(recipe.model)
     validate_layout(architecture, recipe.parallel, world_size)
     rollouts: RolloutBatch | None = None

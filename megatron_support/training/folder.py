@@ -16,6 +16,7 @@ from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import write_rollouts
+from megatron_support.training.tracking import WandbRun
 
 RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
 ROLLOUTS, CHECKPOINT = "rollouts_last_step.jsonl", "checkpoint"
@@ -35,6 +36,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tensorboard: Any = None
+        self._wandb: WandbRun | None = None
         self.environment: Mapping[str, Any] = {}
         """Written as ``environment.json`` when the folder is made."""
         parent = Path(recipe.logging.run_dir).expanduser()
@@ -61,6 +63,8 @@ class RunFolder:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(step, values)
 
     def write_tokens(self, record: Mapping[str, Any]) -> None:
         """Append what one step's single tokens say, for the report."""
@@ -82,6 +86,8 @@ class RunFolder:
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _make(self) -> None:
         self.path.mkdir(parents=True)
@@ -92,6 +98,8 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self.path / TENSORBOARD))
+        if self._recipe.logging.wandb is not None:
+            self._wandb = WandbRun(self._recipe, self.path)
 
 
 def _unused(path: Path) -> Path:

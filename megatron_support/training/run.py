@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -27,6 +28,7 @@ from megatron_support.training.progress import ProgressView, SilentProgress, Val
 from megatron_support.training.summary import Summary, print_summary
 from megatron_support.training.token_record import record_tokens
 from megatron_support.training.token_text import plain_token_text, token_text
+from megatron_support.training.watch import Watch
 
 
 def train(recipe: Recipe, console: Console) -> Summary:
@@ -108,10 +110,12 @@ class _History:
 
 def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressView) -> _History:
     """All steps."""
-    history = _History()
+    history, watch = _History(), Watch(recipe, training)
     for step in range(1, recipe.train.steps + 1):
+        watch.profiler.before(step)
         start = time.perf_counter()
-        rollouts = training.source.rollouts(step - 1)
+        with torch.profiler.record_function("megatron_support/rollouts"):
+            rollouts = training.source.rollouts(step - 1)
         sampled = time.perf_counter()
         result = training.actor_step.step(rollouts)
         end = time.perf_counter()
@@ -123,11 +127,13 @@ def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressV
             "seconds": end - start,
             "seconds/rollouts": sampled - start,
             **result.metrics,
+            **watch.values(rollouts, result.metrics),
         }
         if training.actor_step.groups.is_main:
             folder.write_step(step, values)
             if recipe.logging.tokens:
                 folder.write_tokens(tokens)
+        watch.profiler.after(step, folder.path)
         view.step(step, values)
     return history
 

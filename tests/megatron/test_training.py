@@ -84,6 +84,19 @@ def test_the_excluded_tokens_of_each_step_are_those_that_the_loss_counted(quicks
     assert text["97"] == "a" and text["258"] == "<eos>" and "195" not in text, "a byte of a longer character"
 
 
+def test_a_step_measures_time_memory_and_utilisation(tmp_path):
+    """On two pipeline stages, which wait for each other; the profile is of the first rank."""
+    overrides = ["train.steps=2", "parallel={pipeline: 2}", "rollouts.prompts_per_step=8", "logging.tensorboard=false"]
+    overrides += ["logging.peak_tflops=0.001", "train.profile={start: 2, stop: 2}"]
+    folder = Path(run_ranks(2, run, QUICKSTART, tmp_path, overrides)[0][3])
+    for values in metrics(folder):
+        phases = [values[f"seconds/{name}"] for name in ("rollouts", "previous", "reference", "update")]
+        assert all(seconds > 0 for seconds in phases) and sum(phases) <= values["seconds"] * 1.001
+        assert 0 < values["seconds/communication"] < values["seconds"]
+        assert values["memory_gib"] > 0.05 and values["mfu"] > 0
+    assert [path.name for path in (folder / "profile").iterdir()] == ["steps_2_2.json.gz"]
+
+
 def test_the_last_rollouts_are_those_that_were_trained_on(quickstart):
     folder = Path(quickstart[0][3])
     rollouts = read_rollouts(folder / "rollouts_last_step.jsonl", vocab_size=259)

@@ -74,7 +74,7 @@ def _tiles(run: RunFiles) -> list[dict[str, str]]:
     window = max(1, min(5, len(steps) // 4))
     mean = lambda rows, name: sum(row[name] for row in rows) / len(rows)
     first, last = mean(steps[:window], "reward"), mean(steps[-window:], "reward")
-    tiles = [{"label": "Reward", "value": f"{first:.3f} → {last:.3f}", "note": f"means of {window} steps"}]
+    tiles = [{"label": "Reward", "value": f"{first:.3f} → {last:.3f}", "note": _averaged(window)}]
     excluded = sum(step.get("policy_support_excluded_tokens", 0.0) for step in steps)
     valid = sum(step.get("valid_tokens", 0.0) for step in steps)
     share = f"{excluded / valid:.3%}" if valid else "-"
@@ -96,6 +96,10 @@ def _tiles(run: RunFiles) -> list[dict[str, str]]:
     rate = f"{tokens / seconds:,.0f} tokens/s" if seconds else "-"
     tiles.append({"label": "Speed", "value": rate, "note": f"{format_duration(seconds)} in all"})
     return tiles
+
+
+def _averaged(steps: int) -> str:
+    return "first and last step" if steps == 1 else f"first and last {steps} steps"
 
 
 def _window(recipe: dict[str, Any]) -> list[float] | None:
