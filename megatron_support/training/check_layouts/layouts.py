@@ -22,7 +22,7 @@ class Layout:
     distributed_optimizer: bool = False
 
     def describe(self, world: int) -> str:
-        """``TP2 SP PP2 VPP2 CP1 DP1 DistOpt``, sizes of 1 left out."""
+        """``TP2 PP2 VPP2 DP2 SP DistOpt``, sizes of 1 left out."""
         parallel = self.parallel
         data = world // (parallel.tensor * parallel.pipeline * parallel.context)
         sizes = {
@@ -89,7 +89,8 @@ def layouts_that_fit(world: int, fits: Fits, *, full: bool = False) -> list[Layo
 
 
 def cases_of(index: int, losses: tuple[str, ...], budgets: Budgets, *, full: bool = False) -> list[Case]:
-    """The steps under the layout of a number: two that alternate, so that neighbours cover loss x packing x budget.
+    """The steps under the layout of a number: two that alternate, so that four layouts have each loss, packed and
+    padded, under each budget.
 
     Args:
         index: of the layout.
@@ -107,7 +108,7 @@ def cases_of(index: int, losses: tuple[str, ...], budgets: Budgets, *, full: boo
     if full:
         chosen = every
     else:
-        chosen = [(losses[(index + turn) % len(losses)], kinds[(2 * index + turn) % 4]) for turn in range(2)]
+        chosen = [(losses[(index // 2 + turn) % len(losses)], kinds[(2 * index + turn) % 4]) for turn in range(2)]
     return [
         Case(loss=loss, microbatch=MicrobatchConfig(layout=layout, max_tokens=budget))
         for loss, (layout, budget) in chosen

@@ -87,7 +87,9 @@ def require_writable(path: str) -> None:
     try:
         Path(path).touch()
     except OSError as error:
-        raise ConfigurationError(f"--json {path}: cannot write it ({error}); give a file in a writable folder") from None
+        raise ConfigurationError(
+            f"--json {path}: cannot write it ({error}); give a file in a writable folder"
+        ) from None
 
 
 def write_json(report: Report, path: str) -> None:

@@ -85,6 +85,7 @@ def check(request: Request, host: Host, join: Callable[[], None], console: Conso
     """
     # DistributedOptimizer looks at the gradient of a view, which has none, and goes on
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    gc.freeze()  # modules stay; what a layout leaves behind is collected after it, on GPUs to free their memory
     problem = own_problem() if request.recipe is None else recipe_problem(request.recipe)
     expected: dict[str, Measurement] = {}
     shared, error = None, None
@@ -157,9 +158,7 @@ def check_started(request: Request) -> int:
     return int(not check(request, host, lambda: start_distributed(host), Console()))
 
 
-def _one_process(
-    problem: Problem, request: Request, host: Host, world: int
-) -> tuple[_Shared, dict[str, Measurement]]:
+def _one_process(problem: Problem, request: Request, host: Host, world: int) -> tuple[_Shared, dict[str, Measurement]]:
     """The batch without boundary tokens, and each loss, on this rank alone."""
     alone = Layout(parallel=ParallelConfig())
     if request.recipe is None:
@@ -175,9 +174,7 @@ def _one_process(
             boundary = boundary_tokens(bench.training.model, rollouts, problem.reference, groups, BOUNDARY_TOLERANCE)
         pruned = rollouts.with_columns(response_mask=rollouts.response_mask & ~boundary)
         bench = replace(bench, rollouts=pruned)
-        expected = {
-            name: bench.measure(Case(loss=name, microbatch=problem.reference)) for name in problem.losses
-        }
+        expected = {name: bench.measure(Case(loss=name, microbatch=problem.reference)) for name in problem.losses}
     del bench
     gc.collect()
     shared = _Shared(architecture=architecture, rollouts=pruned, boundary=int(boundary.sum()))
@@ -244,9 +241,7 @@ def _broadcast(value: Any, host: Host) -> Any:
     return box[0]
 
 
-def _report(
-    shared: _Shared, expected: dict[str, Measurement], rows: list[Row], host: Host, world: int
-) -> Report:
+def _report(shared: _Shared, expected: dict[str, Measurement], rows: list[Row], host: Host, world: int) -> Report:
     architecture = shared.architecture
     kind = "GPU" if host.uses_gpu else "CPU"
     first = next(iter(expected.values()))
