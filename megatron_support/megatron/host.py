@@ -161,8 +161,7 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
     world = _environment_int("WORLD_SIZE", 1)
     device_id = host.device if host.uses_gpu else None
     if world == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group(host.backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        _start_alone(host, timeout)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -170,6 +169,12 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start with torchrun --nproc-per-node {world}"
         )
     dist.init_process_group(host.backend, timeout=timeout, device_id=device_id)
+
+
+def _start_alone(host: Host, timeout: timedelta) -> None:
+    device_id = host.device if host.uses_gpu else None
+    store = dist.HashStore()
+    dist.init_process_group(host.backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
 
 
 def seed_generators(seed: int) -> None:
@@ -195,6 +200,20 @@ def running_host(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ho
     start_distributed(host)
     try:
         yield host
+    finally:
+        stop_distributed()
+
+
+@contextlib.contextmanager
+def running_alone(host: Host) -> Iterator[None]:
+    """torch.distributed with this process as its only rank for the length of a ``with`` block.
+
+    Whatever torchrun's environment says: the ranks can meet afterwards (:func:`start_distributed`).
+    """
+    assert not dist.is_initialized(), "torch.distributed is up already"
+    _start_alone(host, timedelta(minutes=30))
+    try:
+        yield
     finally:
         stop_distributed()
 

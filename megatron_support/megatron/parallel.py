@@ -73,7 +73,11 @@ def current_groups() -> ParallelGroups:
 
 
 def destroy_parallel() -> None:
-    """Forget Megatron's groups, so that another layout can be made. torch.distributed stays up."""
+    """Leave Megatron's groups, so that another layout can be made. Collective; torch.distributed stays up."""
+    made = getattr(parallel_state, "_global_process_group_list", None) or ()  # the list that Megatron sets timeouts by
+    dist.barrier()  # a slower rank may still be talking in one of them
+    for group in {id(group): group for group in made if group is not None}.values():
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
