@@ -12,9 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_support.config.recipe import Recipe
-from megatron_support.distributed.errors import raise_together
+from megatron_support.distributed.errors import decide_together
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.errors import ConfigurationError, RolloutError
 from megatron_support.megatron.actor_step import StepResult
 from megatron_support.megatron.checkpoint import save_checkpoint
 from megatron_support.megatron.host import Host, running_host
@@ -44,7 +43,7 @@ def train(recipe: Recipe, console: Console) -> Summary:
         ConfigurationError, RolloutError, LogprobFault: on every rank with the same message.
     """
     with running_host(recipe.device) as host:
-        checked = _check_together(recipe, host)
+        checked = decide_together(lambda: check_recipe(recipe, dist.get_world_size()), device=host.device)
         groups = initialize_parallel(recipe.parallel)
         view = _LateView()
         training = build_training(checked, groups, view.phase)
@@ -154,27 +153,9 @@ class _LateView:
         self.view.close()
 
 
-def _check_together(recipe: Recipe, host: Host) -> CheckedRecipe:
-    """Checks read files, which may differ between machines: one rank's error is everybody's."""
-    checked, error = None, None
-    try:
-        checked = check_recipe(recipe, dist.get_world_size())
-    except (ConfigurationError, RolloutError) as found:
-        error = found
-    raise_together(error, dist.group.WORLD, host.device)
-    assert checked is not None
-    return checked
-
-
 def _folder_together(recipe: Recipe, groups: ParallelGroups, host: Host) -> RunFolder:
     """The first rank names the run folder; the others learn the name."""
-    folder, error = None, None
-    try:
-        folder = RunFolder(recipe)
-    except ConfigurationError as found:
-        error = found
-    raise_together(error, groups.world, host.device)
-    assert folder is not None
+    folder = decide_together(lambda: RunFolder(recipe), device=host.device)
     if groups.world is not None:
         box = [folder.path]
         dist.broadcast_object_list(box, src=0, device=host.device)
