@@ -335,10 +335,10 @@ class CheckpointConfig(StrictModel):
     """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
     trains on and says so after each checkpoint that was lost."""
     resume: str = "auto"
-    """auto: continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and did not end (the
-    layout, the device, ``logging`` and ``checkpoint`` may differ); never: start; else a path: of a run folder, which is
-    continued in place from its newest checkpoint, or of one checkpoint, from which a new run goes on (and which auto
-    finds again)."""
+    """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
+    did not end (``parallel``, ``device``, ``logging`` and ``checkpoint`` may differ); never: start anew; else a path:
+    of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from which a new run
+    goes on."""
 
 
 class LogprobConfig(StrictModel):

@@ -56,7 +56,7 @@ class CheckpointWriter:
 
     def __init__(self, device: torch.device, *, asynchronous: bool = False) -> None:
         self._device = device
-        self._queue = _async_queue() if asynchronous else None
+        self._queue: Any = _async_queue() if asynchronous else None
         self._pending: _Pending | None = None
 
     @property
@@ -120,7 +120,7 @@ class CheckpointWriter:
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         """Run a part of a write; what fails on one rank fails on all, and leaves nothing."""
-        error: Exception | None = None
+        error: BaseException | None = None
         with _first_rank_errors() as errors:
             try:
                 action()
