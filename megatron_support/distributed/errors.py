@@ -9,11 +9,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_support.errors import ConfigurationError, Fault, GradientFault, LogprobFault, RolloutError
+from megatron_support.errors import (
+    CheckpointError,
+    ConfigurationError,
+    Fault,
+    GradientFault,
+    LogprobFault,
+    RolloutError,
+)
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigurationError, GradientFault, LogprobFault, Fault, RolloutError, ValueError, RuntimeError)
+    for kind in (
+        ConfigurationError,
+        GradientFault,
+        LogprobFault,
+        Fault,
+        RolloutError,
+        CheckpointError,
+        ValueError,
+        RuntimeError,
+    )
 }
 """A type comes before those it derives from."""
 
