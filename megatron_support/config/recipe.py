@@ -17,6 +17,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
+OnFault = Literal["raise", "skip_sample", "skip_step"]
 
 
 class MixtureOfExperts(StrictModel):
@@ -311,6 +312,9 @@ class TrainConfig(StrictModel):
     save_final: bool = False
     """Write the trained weights into the run folder as a Megatron checkpoint."""
     profile: ProfileConfig | None = None
+    on_fault: OnFault = "raise"
+    """What a number that must be finite and is not does. raise: end the run before an update. skip_sample: go on
+    without the samples at fault, as if they were not there. skip_step: no further update in this step. Counted."""
 
     @model_validator(mode="after")
     def _profile_ends(self) -> Self:
@@ -426,6 +430,9 @@ class ActorStepConfig(StrictModel):
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     shuffle: bool = False
+    on_fault: OnFault = "raise"
+    """What a number that must be finite and is not does. raise: end the run before an update. skip_sample: go on
+    without the samples at fault, as if they were not there. skip_step: no further update in this step. Counted."""
     seed: NonNegativeInt = 1234
 
     @property
@@ -532,5 +539,6 @@ class Recipe(StrictModel):
             minibatches=self.train.minibatches,
             epochs=self.train.epochs,
             shuffle=self.train.shuffle,
+            on_fault=self.train.on_fault,
             seed=self.seed,
         )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.faults import check_replayed
+from megatron_support.megatron.gather import gather_logprobs
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.model_losses import check_model
@@ -93,37 +93,6 @@ def compute_logprobs(
     return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
 
 
-def gather_logprobs(
-    pieces: Sequence[tuple[TokenBatch, TokenLogprobs]],
-    total: int,
-    groups: ParallelGroups,
-    device: torch.device,
-    *,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probabilities of microbatches, put back in the batch's order on every rank. Collective.
-
-    Args:
-        pieces: this rank's microbatches, in any order; none elsewhere than on the last pipeline stage.
-        total: N, tokens of the batch.
-        groups: the ranks' layout.
-        device: of the microbatches.
-        entropy: whether the pieces have one; the same on every rank.
-
-    Returns:
-        fp32 ``[N]`` each on the host: filtered, unfiltered, and the entropy or None; 0 outside responses.
-    """
-    columns = torch.zeros(
-        3 if entropy else 2, total + 1, dtype=torch.float32, device=device
-    )  # the last entry takes padding
-    for batch, values in pieces:
-        index = torch.where(batch.targets >= 0, batch.token_index, total)
-        rows = torch.stack([values.filtered, values.unfiltered, *([] if values.entropy is None else [values.entropy])])
-        columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
-    filtered, unfiltered, *rest = _everywhere(columns[:, :total].contiguous(), groups).cpu()
-    return filtered, unfiltered, rest[0] if rest else None
-
-
 def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> RolloutBatch:
     """The batch with the sampler's kept sets where they are to be replayed, and without them elsewhere.
 
@@ -138,15 +107,3 @@ def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> Rollou
             "them, or use recompute"
         )
     return rollouts
-
-
-def _everywhere(columns: Tensor, groups: ParallelGroups) -> Tensor:
-    """Each token was computed on one data- and context-parallel rank of the last stage: sum there, then hand it down.
-
-    0 + -inf is -inf, so a token outside the support stays so.
-    """
-    if groups.data_context is not None and groups.is_last_stage:
-        dist.all_reduce(columns, group=groups.data_context)
-    if groups.pipeline is not None:
-        dist.broadcast(columns, src=groups.last_stage_rank, group=groups.pipeline)
-    return columns
