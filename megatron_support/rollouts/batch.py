@@ -17,8 +17,11 @@ PER_TOKEN = (
     "generation_logprobs",
     "prev_logprobs",
     "prev_logprobs_unfiltered",
+    "curr_logprobs",
+    "curr_logprobs_unfiltered",
     "reference_logprobs",
     "teacher_logprobs",
+    "entropy",
     "values",
     "advantages",
 )
@@ -76,14 +79,21 @@ class RolloutBatch:
     prev_logprobs: Tensor | None = None
     """fp32 ``[N]``, the trainer's before the step, under the filter; -inf outside the support."""
     prev_logprobs_unfiltered: Tensor | None = None
+    curr_logprobs: Tensor | None = None
+    """fp32 ``[N]``, as the loss of the step saw them, under the filter. Written by a step, read by a replay alone."""
+    curr_logprobs_unfiltered: Tensor | None = None
     reference_logprobs: Tensor | None = None
     """fp32 ``[N]``, unfiltered."""
     teacher_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    """fp32 ``[N]``, of the current policy over the whole vocabulary, in nats."""
     reward_components: Tensor | None = None
     """fp32 ``[S, K]``, what ``rewards`` is made of; read by GDPO."""
     values: Tensor | None = None
     advantages: Tensor | None = None
     """fp32 ``[N]``."""
+    unknown_fields: frozenset[str] = frozenset()
+    """Fields whose values, or whose -inf, the program that wrote the file had lost: what stands there is no fact."""
 
     def __post_init__(self) -> None:
         """Check sizes, and that no response begins a sequence: its first token is predicted from nothing."""
@@ -127,8 +137,8 @@ class RolloutBatch:
         return (self.top_k > 0) | (self.top_p < 1) | replayed
 
     def with_columns(self, **columns: Any) -> RolloutBatch:
-        """A copy with some columns replaced."""
-        return replace(self, **columns)
+        """A copy with some columns replaced; a replaced column is no longer unknown."""
+        return replace(self, **{"unknown_fields": self.unknown_fields - columns.keys(), **columns})
 
     def without_filters(self) -> RolloutBatch:
         """A copy whose tokens are all inside the support: the temperature stays, top-k, top-p and replay go."""
@@ -144,7 +154,9 @@ class RolloutBatch:
             value = getattr(self, f.name)
             if f.name in ("cu_seqlens", "support") or value is None:
                 continue
-            if isinstance(value, tuple):
+            if f.name == "unknown_fields":
+                chosen[f.name] = value
+            elif isinstance(value, tuple):
                 chosen[f.name] = tuple(value[i] for i in indices.tolist())
             else:
                 chosen[f.name] = value[token_rows if f.name in PER_TOKEN else indices]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,41 +19,68 @@ from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place
 from megatron_support.types import RolloutSupport
 
 _PARQUET_ROWS = 1024
+_PARQUET_VALUES_PER_BYTE = 256
+"""Far above what real rollouts reach: their token ids alone take a byte or more each."""
 
 
-def read_rollouts(path: str | Path, *, vocab_size: int | None = None) -> RolloutBatch:
+def read_rollouts(path: str | Path, *, vocab_size: int | None = None, keep_faults: bool = False) -> RolloutBatch:
     """Read a rollout file.
 
     A row has the fields id, prompt_id, prompt, response, tokens ``[L]``, response_mask ``[L]``, generation_logprobs
     ``[L]`` (under the row's filter; anything outside the response; -inf, in JSON ``-Infinity``, where the engine says a
     token is outside its support), reward, sampling {temperature, top_k, top_p}, support {token_ids ``[N]``, offsets
-    ``[L + 1]``} or null, and optionally sample_mask, reward_components ``[K]`` and per-token columns of a RolloutBatch.
-    Other fields are left out. Rows with the same prompt_id are one group.
+    ``[L + 1]``} or null, and optionally sample_mask, reward_components ``[K]``, unknown_fields (names) and per-token
+    columns of a RolloutBatch. Other fields are left out. Rows with the same prompt_id are one group. Files of other
+    programs are read by :func:`megatron_support.rollouts.readers.read_dump`.
 
     Args:
         path: a ``.jsonl`` or ``.parquet`` file.
         vocab_size: token ids at or above it are refused; None for no bound.
+        keep_faults: take NaN and infinities in per-token columns as they are. Training refuses them; this is for
+            looking into a fault.
 
     Raises:
         RolloutError: naming file, line (or row), field, value and remedy.
     """
     path = Path(path)
     readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-        ".jsonl": _json_rows,
-        ".parquet": _parquet_rows,
+        ".jsonl": json_rows,
+        ".parquet": parquet_rows,
     }
     reader = readers.get(path.suffix)
     if reader is None:
         raise RolloutError(
             f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
         )
+    return batch_of_rows(path, reader(path), vocab_size=vocab_size, keep_faults=keep_faults)
+
+
+def batch_of_rows(
+    path: Path,
+    places: Iterator[tuple[str, Any]],
+    *,
+    vocab_size: int | None = None,
+    keep_faults: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> RolloutBatch:
+    """Check rows one by one, and put them end to end.
+
+    Args:
+        path: the file, for messages about all of it.
+        places: (place, fields) of each row.
+        vocab_size, keep_faults: as for :func:`read_rollouts`.
+        names: the file's own names of our fields, for messages.
+
+    Raises:
+        RolloutError: as :func:`read_rollouts`.
+    """
     rows: list[Row] = []
-    places: dict[str, str] = {}
-    for place, data in reader(path):
-        row = at_place(place, partial(check_row, data, vocab_size=vocab_size))
-        if row.id in places:
-            raise RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {places[row.id]}; rename one")
-        places[row.id] = place
+    seen: dict[str, str] = {}
+    for place, data in places:
+        row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
+        if row.id in seen:
+            raise RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
+        seen[row.id] = place
         rows.append(row)
     if not rows:
         raise RolloutError(f"{path}: no rollouts in it; write one row for each sampled response")
@@ -76,7 +103,7 @@ def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pq.write_table(pa.Table.from_pylist(list(_plain_rows(rollouts))), path)
+            pq.write_table(pa.Table.from_pylist(list(_plain_rows(rollouts))), path, write_page_checksum=True)
         else:
             raise RolloutError(f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; rename it")
     except OSError as error:
@@ -95,8 +122,8 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         raise RolloutError("at least one batch is needed to concatenate, got none; pass one")
     if len(batches) == 1:
         return batches[0]
-    joined: dict[str, Any] = {}
-    for name in (f.name for f in fields(RolloutBatch)):
+    joined: dict[str, Any] = {"unknown_fields": frozenset().union(*(batch.unknown_fields for batch in batches))}
+    for name in (f.name for f in fields(RolloutBatch) if f.name not in joined):
         values = [getattr(batch, name) for batch in batches]
         missing = [value is None for value in values]
         if any(missing) and not all(missing):
@@ -124,7 +151,7 @@ def _join(name: str, values: list[Any]) -> Any:
     return torch.cat(values)
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, data) of each line; empty lines are passed over."""
     try:
         with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
@@ -144,19 +171,34 @@ def _parse(place: str, line: bytes) -> Any:
         raise RolloutError(f"{place}: not valid JSON ({error}); write one object a line") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, data) of each row. Pages with a checksum, which :func:`write_rollouts` writes, are checked."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         number = 0
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_claims(path, file.metadata)
             for part in file.iter_batches(_PARQUET_ROWS):
                 for data in part.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", data
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, MemoryError, pa.ArrowException) as error:
         raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
+
+
+def _check_claims(path: Path, metadata: Any) -> None:
+    """Runs of one value take no space in Parquet, so a small file can claim to hold more than any memory."""
+    limit = _PARQUET_VALUES_PER_BYTE * path.stat().st_size
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            if chunk.num_values > limit:
+                raise RolloutError(
+                    f"{path}: row group {group}: {chunk.path_in_schema}: must hold at most {limit} values in a file of "
+                    f"this size, got {chunk.num_values}; write the file again"
+                )
 
 
 def _check_columns(path: Path, rows: list[Row]) -> None:
@@ -206,6 +248,7 @@ def _batch(rows: list[Row]) -> RolloutBatch:
         prompts=tuple(row.prompt for row in rows),
         responses=tuple(row.response for row in rows),
         support=_joined_support([row.support for row in rows]),
+        unknown_fields=frozenset().union(*(row.unknown_fields for row in rows)),
         **columns,
     )
 
@@ -244,6 +287,7 @@ def _plain_rows(rollouts: RolloutBatch) -> Iterator[dict[str, Any]]:
                 "top_p": shortest_decimal(float(rollouts.top_p[s])),
             },
             "support": _plain_support(rollouts.support, start, end),
+            **({"unknown_fields": sorted(rollouts.unknown_fields)} if rollouts.unknown_fields else {}),
         }
 
 
