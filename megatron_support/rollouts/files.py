@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,8 @@ def read_rollouts(path: str | Path, *, vocab_size: int | None = None, keep_fault
         RolloutError: naming file, line (or row), field, value and remedy.
     """
     path = Path(path)
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-        ".jsonl": json_rows,
-        ".parquet": parquet_rows,
-    }
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise RolloutError(
-            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
-        )
-    return batch_of_rows(path, reader(path), vocab_size=vocab_size, keep_faults=keep_faults)
+    places = _reader(path)(path)
+    return batch_of_rows(path, places, vocab_size=vocab_size, keep_faults=keep_faults)
 
 
 def batch_of_rows(
@@ -67,25 +59,109 @@ def batch_of_rows(
 
     Args:
         path: the file, for messages about all of it.
-        places: (place, fields) of each row.
+        places: (place, fields) of each row, or (place, what is wrong with it).
         vocab_size, keep_faults: as for :func:`read_rollouts`.
         names: the file's own names of our fields, for messages.
 
     Raises:
         RolloutError: as :func:`read_rollouts`.
     """
-    rows: list[Row] = []
-    seen: dict[str, str] = {}
-    for place, data in places:
-        row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
-        if row.id in seen:
-            raise RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
-        seen[row.id] = place
+    rows = []
+    for row in _checked_rows(places, vocab_size=vocab_size, keep_faults=keep_faults, names=names):
+        if isinstance(row, RolloutError):
+            raise row
         rows.append(row)
     if not rows:
         raise RolloutError(f"{path}: no rollouts in it; write one row for each sampled response")
     _check_columns(path, rows)
     return _batch(rows)
+
+
+def read_sound_rollouts(
+    path: str | Path, *, vocab_size: int | None = None
+) -> tuple[RolloutBatch | None, tuple[RolloutError, ...]]:
+    """The rows of a file that can be read, and what is wrong with the others: for looking at a file before training.
+
+    Args:
+        path, vocab_size: as for :func:`read_rollouts`.
+
+    Returns:
+        The sound rows (None if there is none), and the errors in the order of the file. A file that cannot be read on
+        from some place is read up to it.
+
+    Raises:
+        RolloutError: no part of the file can be read.
+    """
+    path = Path(path)
+    rows: list[Row] = []
+    errors: list[RolloutError] = []
+    checked = _checked_rows(_reader(path)(path), vocab_size=vocab_size)
+    try:
+        for row in checked:
+            if isinstance(row, RolloutError):
+                errors.append(row)
+            else:
+                rows.append(row)
+        if rows:
+            _check_columns(path, rows)
+    except RolloutError as error:
+        if not rows and not errors:  # nothing of it could be read
+            raise
+        errors.append(error)
+        rows = _with_equal_columns(rows)
+    return (_batch(rows) if rows else None), tuple(errors)
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise RolloutError(
+            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
+        )
+    return reader
+
+
+def _checked_rows(
+    places: Iterator[tuple[str, Any]],
+    *,
+    vocab_size: int | None,
+    keep_faults: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> Iterator[Row | RolloutError]:
+    """Each row, or what is wrong with it."""
+    seen: dict[str, str] = {}
+    for place, data in places:
+        if isinstance(data, RolloutError):
+            yield data
+            continue
+        try:
+            row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
+        except RolloutError as error:
+            yield error
+            continue
+        if row.id in seen:
+            yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
+            continue
+        seen[row.id] = place
+        yield row
+
+
+def _with_equal_columns(rows: list[Row]) -> list[Row]:
+    """The rows with the optional fields that all of them have."""
+    if not rows:
+        return rows
+    common = set.intersection(*(set(row.columns) for row in rows))
+    components = len({len(row.reward_components or ()) for row in rows}) == 1
+    supported = all(row.support is not None for row in rows)
+    return [
+        replace(
+            row,
+            columns={name: values for name, values in row.columns.items() if name in common},
+            reward_components=row.reward_components if components else None,
+            support=row.support if supported else None,
+        )
+        for row in rows
+    ]
 
 
 def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
@@ -152,7 +228,7 @@ def _join(name: str, values: list[Any]) -> Any:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each line; empty lines are passed over."""
+    """(place, data) of each line, an error for a line that is no JSON; empty lines are passed over."""
     try:
         with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
             for number, line in enumerate(file, start=1):
@@ -166,9 +242,9 @@ def _parse(place: str, line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8") from None
+        return RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8")
     except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
-        raise RolloutError(f"{place}: not valid JSON ({error}); write one object a line") from None
+        return RolloutError(f"{place}: not valid JSON ({error}); write one object a line")
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -199,6 +275,9 @@ def _check_claims(path: Path, metadata: Any) -> None:
                     f"{path}: row group {group}: {chunk.path_in_schema}: must hold at most {limit} values in a file of "
                     f"this size, got {chunk.num_values}; write the file again"
                 )
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": json_rows, ".parquet": parquet_rows}
 
 
 def _check_columns(path: Path, rows: list[Row]) -> None:
