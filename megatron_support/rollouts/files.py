@@ -15,12 +15,9 @@ from torch import Tensor
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import PER_TOKEN, RolloutBatch, shortest_decimal
-from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row
+from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
+from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row, short
 from megatron_support.types import RolloutSupport
-
-_PARQUET_ROWS = 1024
-_PARQUET_VALUES_PER_BYTE = 256
-"""Far above what real rollouts reach: their token ids alone take a byte or more each."""
 
 
 def read_rollouts(path: str | Path, *, vocab_size: int | None = None, keep_faults: bool = False) -> RolloutBatch:
@@ -137,13 +134,19 @@ def _checked_rows(
         try:
             row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
         except RolloutError as error:
-            yield error
+            yield RolloutError(f"{error}{_named(data)}")
             continue
         if row.id in seen:
             yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
             continue
         seen[row.id] = place
         yield row
+
+
+def _named(data: Any) -> str:
+    """The sample, behind a message that says the place."""
+    name = data.get("id") if isinstance(data, Mapping) else None
+    return f" (sample {short(name)})" if isinstance(name, str | int) and not isinstance(name, bool) else ""
 
 
 def _with_equal_columns(rows: list[Row]) -> list[Row]:
@@ -225,56 +228,6 @@ def _join(name: str, values: list[Any]) -> Any:
     if isinstance(values[0], tuple):
         return tuple(entry for value in values for entry in value)
     return torch.cat(values)
-
-
-def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each line, an error for a line that is no JSON; empty lines are passed over."""
-    try:
-        with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse(f"{path}:{number}", line)
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot read it ({error}); give a readable UTF-8 JSONL file") from None
-
-
-def _parse(place: str, line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8")
-    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
-        return RolloutError(f"{place}: not valid JSON ({error}); write one object a line")
-
-
-def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each row. Pages with a checksum, which :func:`write_rollouts` writes, are checked."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        number = 0
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_claims(path, file.metadata)
-            for part in file.iter_batches(_PARQUET_ROWS):
-                for data in part.to_pylist():
-                    number += 1
-                    yield f"{path}:row {number}", data
-    except (OSError, UnicodeDecodeError, MemoryError, pa.ArrowException) as error:
-        raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
-
-
-def _check_claims(path: Path, metadata: Any) -> None:
-    """Runs of one value take no space in Parquet, so a small file can claim to hold more than any memory."""
-    limit = _PARQUET_VALUES_PER_BYTE * path.stat().st_size
-    for group in range(metadata.num_row_groups):
-        for column in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(column)
-            if chunk.num_values > limit:
-                raise RolloutError(
-                    f"{path}: row group {group}: {chunk.path_in_schema}: must hold at most {limit} values in a file of "
-                    f"this size, got {chunk.num_values}; write the file again"
-                )
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": json_rows, ".parquet": parquet_rows}

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -95,8 +95,8 @@ def check_row(data: Any, *, vocab_size: int | None = None, keep_faults: bool = F
     filtering = top_k > 0 or top_p < 1 or support is not None
     optional = [name for name in OPTIONAL_TOKEN_COLUMNS if data.get(name) is not None]
     return Row(
-        id=str(required(data, "id", (str, int), "a string or an integer")),
-        prompt_id=required(data, "prompt_id", (str, int), "a string or an integer"),
+        id=str(_name(data, "id")),
+        prompt_id=_name(data, "prompt_id"),
         prompt=_text(data, "prompt"),
         response=_text(data, "response"),
         tokens=tokens,
@@ -118,11 +118,16 @@ def _token_ids(data: Mapping[str, Any], vocab_size: int | None) -> list[int]:
     tokens = listed(data, "tokens", None)
     if len(tokens) < 2:
         raise FieldError(f"tokens: must hold a prompt and a response, got {len(tokens)} tokens; drop the row")
-    _check_ids("tokens", tokens, vocab_size)
+    check_ids("tokens", tokens, vocab_size)
     return tokens
 
 
-def _check_ids(name: str, ids: list[Any], vocab_size: int | None) -> None:
+def check_ids(name: str, ids: Sequence[Any], vocab_size: int | None = None) -> None:
+    """Check that all entries of a field are token ids.
+
+    Raises:
+        FieldError: naming the first that is none.
+    """
     bound = MAX_INTEGER if vocab_size is None else vocab_size
     for position, token in enumerate(ids):
         if type(token) is not int:
@@ -227,7 +232,7 @@ def _support(
             f"support.offsets: must ascend from 0 to the number of token_ids {len(ids)}, got "
             f"{offsets[0]} ... {offsets[-1]}; write one more offset than tokens"
         )
-    _check_ids("support.token_ids", ids, vocab_size)
+    check_ids("support.token_ids", ids, vocab_size)
     for position, (token, is_response) in enumerate(zip(tokens, mask, strict=True)):
         if is_response and token not in ids[offsets[position] : offsets[position + 1]]:
             raise FieldError(
@@ -293,8 +298,26 @@ def listed(data: Mapping[str, Any], name: str, length: int | None, prefix: str =
     return values
 
 
+def _name(data: Mapping[str, Any], name: str) -> int | str:
+    value = required(data, name, (str, int), "a string or an integer")
+    if isinstance(value, int):
+        if abs(value) >= MAX_INTEGER:
+            raise FieldError(f"{name}: must fit into 64 bits, got {short(value)}; write it as a string")
+        return value
+    return _text(data, name)
+
+
 def _text(data: Mapping[str, Any], name: str) -> str:
-    return "" if data.get(name) is None else required(data, name, (str,), "a string")
+    if data.get(name) is None:
+        return ""
+    text = required(data, name, (str,), "a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a pair, which JSON can say; no file could hold it again
+        raise FieldError(
+            f"{name}: must be Unicode text, got half a surrogate pair at character {error.start}; write the character"
+        ) from None
+    return text
 
 
 def flag(value: Any, name: str) -> bool:

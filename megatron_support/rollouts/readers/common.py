@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron_support.rollouts.rows import FieldError, listed, required, short
+from megatron_support.errors import RolloutError
+from megatron_support.rollouts.raw_rows import json_rows
+from megatron_support.rollouts.rows import MAX_INTEGER, FieldError, check_ids, listed, required, short
 
 NonFinite = Literal["refuse", "outside", "mask"]
 
@@ -39,13 +42,30 @@ class Reading:
     """What is unknown, lost or assumed; complete when the rows have been read."""
 
 
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, data) of each line.
+
+    Raises:
+        RolloutError: a line that is no JSON.
+    """
+    for place, data in json_rows(path):
+        if isinstance(data, RolloutError):
+            raise data
+        yield place, data
+
+
 def sampling_of(assumptions: Assumptions) -> Mapping[str, Any]:
     return {"temperature": 1.0} if assumptions.sampling is None else assumptions.sampling
 
 
 def prompt_id(tokens: Sequence[Any], mask: Sequence[Any]) -> str:
-    """A name for the prompt, the tokens before the first response token: equal prompts are one group."""
+    """A name for the prompt, the tokens before the first response token: equal prompts are one group.
+
+    Raises:
+        FieldError: a prompt token is no token id.
+    """
     length = next((position for position, entry in enumerate(mask) if entry), len(tokens))
+    check_ids("tokens", tokens[:length])
     return hashlib.blake2b(repr(list(tokens[:length])).encode(), digest_size=8).hexdigest()
 
 
@@ -55,16 +75,15 @@ def flags(data: Mapping[str, Any], name: str, length: int | None) -> list[Any]:
     return [int(value) if type(value) is float and value in (0.0, 1.0) else value for value in values]
 
 
-def integer(data: Mapping[str, Any], name: str, *, least: int = 0, most: int | None = None) -> int:
+def integer(data: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_INTEGER - 1) -> int:
     """A field that is an integer in [least, most].
 
     Raises:
         FieldError: it is missing, no integer, or outside.
     """
     value = required(data, name, (int,), "an integer")
-    if value < least or (most is not None and value > most):
-        bounds = f">= {least}" if most is None else f"in [{least}, {most}]"
-        raise FieldError(f"{name}: must be {bounds}, got {short(value)}; correct it or drop the row")
+    if not least <= value <= most:
+        raise FieldError(f"{name}: must be in [{least}, {most}], got {short(value)}; correct it or drop the row")
     return value
 
 

@@ -13,8 +13,10 @@ megatron/rl/types/rollout.py, megatron/rl/rl_utils.py (prepare_trajectories).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +26,14 @@ from typing import Any
 import numpy as np
 
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts.files import json_rows
-from megatron_support.rollouts.readers.common import Assumptions, Reading, integer, mapping, sampling_of
+from megatron_support.rollouts.readers.common import (
+    Assumptions,
+    Reading,
+    integer,
+    json_lines,
+    mapping,
+    sampling_of,
+)
 from megatron_support.rollouts.rows import FieldError, at_place, listed, required, short
 
 FORMAT_VERSION = 2
@@ -71,8 +79,9 @@ def read(path: Path, assumptions: Assumptions) -> Reading:
 def _rows(path: Path, assumptions: Assumptions, reading: Reading) -> Iterator[tuple[str, Any]]:
     failed = 0
     for segment in _segments(path):
-        for place, record in json_rows(segment / "ledger.log"):
-            for number, member in enumerate(at_place(place, partial(_members, segment, record))):
+        claimed: Counter[str] = Counter()
+        for place, record in json_lines(segment / "ledger.log"):
+            for number, member in enumerate(at_place(place, partial(_members, segment, record, claimed))):
                 rows = at_place(place, partial(_member_rows, record, number, member, assumptions), reading.names)
                 failed += not rows
                 yield from ((place, row) for row in rows)
@@ -108,15 +117,21 @@ def _check_version(data: Mapping[str, Any]) -> None:
         raise FieldError(f"format_version: must be {FORMAT_VERSION}, got {version}; convert it with what wrote it")
 
 
-def _members(segment: Path, record: Any) -> list[dict[str, Any]]:
-    """The rollouts of a ledger record, with their arrays put back."""
+def _members(segment: Path, record: Any, claimed: Counter[str]) -> list[dict[str, Any]]:
+    """The rollouts of a ledger record, with their arrays put back.
+
+    Args:
+        segment: its folder.
+        record: a line of the ledger.
+        claimed: bytes of each file that records have claimed so far; this one's are added.
+    """
     record = mapping(record)
     _check_version(record)
     kind = required(record, "kind", (str,), "a string")
     if kind != "token":
         raise FieldError(f"kind: must be 'token', got {short(kind)}; text without token ids cannot be trained on")
     rollouts = listed(required(record, "group", (Mapping,), "an object"), "rollouts", None, "group.")
-    slices = {kind.key: _slice(segment, record, kind) for kind in (_TOKENS, _LOGPROBS, _MASKS)}
+    slices = {kind.key: _slice(segment, record, kind, claimed) for kind in (_TOKENS, _LOGPROBS, _MASKS)}
     digest = hashlib.blake2b(digest_size=16)
     unsigned = {key: value for key, value in record.items() if key != "checksum"}
     digest.update(json.dumps(unsigned, sort_keys=True, separators=(",", ":")).encode())
@@ -138,7 +153,7 @@ def _members(segment: Path, record: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _slice(segment: Path, record: Mapping[str, Any], kind: _Slices) -> bytes:
+def _slice(segment: Path, record: Mapping[str, Any], kind: _Slices, claimed: Counter[str]) -> bytes:
     if kind.key not in record:
         return b""
     place = required(record, kind.key, (Mapping,), "an object")
@@ -150,6 +165,12 @@ def _slice(segment: Path, record: Mapping[str, Any], kind: _Slices) -> bytes:
             raise FieldError(
                 f"{kind.key}: bytes {offset} to {offset + count} are claimed of {kind.file}, which has {size}; "
                 "the file is cut off: remove the line"
+            )
+        claimed[kind.key] += count
+        if claimed[kind.key] > size:
+            raise FieldError(
+                f"{kind.key}: records claim {claimed[kind.key]} bytes of {kind.file} up to here, which has {size}; no "
+                "two may share bytes: remove the line"
             )
         if count == 0:
             return b""
@@ -184,9 +205,9 @@ def _turns(record: Mapping[str, Any], kind: _Slices, content: bytes, members: in
         )
     flat, position, result = np.frombuffer(content, kind.dtype).tolist(), 0, []
     for turns in lengths:
-        ends = [position + sum(turns[: i + 1]) for i in range(len(turns))]
-        result.append([flat[end - n : end] for end, n in zip(ends, turns, strict=True)])
-        position += sum(turns)
+        ends = list(itertools.accumulate(turns, initial=position))
+        result.append([flat[start:end] for start, end in itertools.pairwise(ends)])
+        position = ends[-1]
     return result
 
 
@@ -210,7 +231,8 @@ def _member_rows(
     if all(turns[-1][: len(turn)] == turn for turn in turns):
         mask = [0] * len(turns[-1])
         for turn_mask in masks:
-            mask = [int(a or b) for a, b in zip(mask, turn_mask + [0] * (len(mask) - len(turn_mask)), strict=True)]
+            for position, entry in enumerate(turn_mask):
+                mask[position] |= entry
         joined = [value for turn in logprobs for value in turn]
         return [{"id": name, **shared, **_columns(turns[-1], mask, joined)}]
     rows = zip(turns, masks, logprobs, strict=True)

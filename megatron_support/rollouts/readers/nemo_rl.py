@@ -16,8 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_support.rollouts.files import json_rows
-from megatron_support.rollouts.readers.common import Assumptions, Reading, integer, mapping, prompt_id, sampling_of
+from megatron_support.rollouts.readers.common import (
+    Assumptions,
+    Reading,
+    flags,
+    integer,
+    json_lines,
+    mapping,
+    prompt_id,
+    sampling_of,
+)
 from megatron_support.rollouts.rows import at_place, listed
 
 _TOKEN_COLUMNS = ("generation_logprobs", "prev_logprobs", "advantages")
@@ -48,7 +56,7 @@ def read(path: Path, assumptions: Assumptions) -> Reading:
 
 def _rows(path: Path, assumptions: Assumptions, reading: Reading) -> Iterator[tuple[str, Any]]:
     zeros = 0
-    for place, data in json_rows(path):
+    for place, data in json_lines(path):
         row = at_place(place, partial(_row, data, assumptions), reading.names)
         pairs = zip(row["prev_logprobs"], row["response_mask"], strict=True)
         zeros += sum(1 for value, is_response in pairs if is_response and value == 0)
@@ -63,11 +71,9 @@ def _row(data: Any, assumptions: Assumptions) -> dict[str, Any]:
     data = mapping(data)
     tokens = listed(_one(data, "token_ids"), "token_ids", None)
     length = integer(_one(data, "input_lengths"), "input_lengths", least=1, most=len(tokens))
-    mask = [
-        int(v) if v in (0.0, 1.0) else v for v in listed(_one(data, "token_loss_mask"), "token_loss_mask", len(tokens))
-    ]
+    mask = flags(_one(data, "token_loss_mask"), "token_loss_mask", len(tokens))
     reward = "filtered_rewards" if data.get("filtered_rewards") is not None else "rewards"
-    sample_mask = _one(data, "sample_loss_mask")["sample_loss_mask"]
+    (sample_mask,) = flags(data, "sample_loss_mask", 1)
     return {
         "id": data.get("idx"),
         "prompt_id": prompt_id(tokens, mask),
@@ -75,7 +81,7 @@ def _row(data: Any, assumptions: Assumptions) -> dict[str, Any]:
         "response_mask": mask[:length],
         **{name: listed(_one(data, name), name, len(tokens))[:length] for name in _TOKEN_COLUMNS},
         "reward": _one(data, reward)[reward],
-        "sample_mask": int(sample_mask) if sample_mask in (0.0, 1.0) else sample_mask,
+        "sample_mask": sample_mask,
         "sampling": sampling_of(assumptions),
     }
 

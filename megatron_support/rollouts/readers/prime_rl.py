@@ -1,8 +1,8 @@
 """prime-rl: ``token_exports/step_<N>/rank_<R>.jsonl``, written by ``TokenExporter`` (schema_version 1).
 
 A line is one packed sequence. Entry t of a log-probability is about token t. ``trainer_logprobs`` are those of the
-forward pass that the loss read. ``null`` stands for any number that was not finite. Rewards, prompt groups and sampling
-parameters are not in the file.
+forward pass that the loss read. ``null`` stands for any number that was not finite; a column of nulls was not there.
+``rewards``, one a token, are in newer files. Prompt groups and sampling parameters are not in the file.
 
 Read from PrimeIntellect-ai/prime-rl 559b44772e471d1538537b8805cc77f3824a5e64: src/prime_rl/trainer/rl/token_export.py,
 src/prime_rl/trainer/rl/train.py.
@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts.files import json_rows
-from megatron_support.rollouts.readers.common import Assumptions, Reading, integer, mapping, prompt_id, sampling_of
+from megatron_support.rollouts.readers.common import (
+    Assumptions,
+    Reading,
+    integer,
+    json_lines,
+    mapping,
+    prompt_id,
+    sampling_of,
+)
 from megatron_support.rollouts.rows import FieldError, at_place, listed
 
 SCHEMA_VERSION = 1
@@ -45,23 +52,24 @@ def read(path: Path, assumptions: Assumptions) -> Reading:
     reading = Reading(
         rows=iter(()),
         names={"tokens": "token_ids", "response_mask": "loss_mask", **_COLUMNS},
-        unknown=frozenset({"rewards"}),
-        notes=[
-            "rewards: not in the file; 0 stands for each (the advantages are there)",
-            "groups: not in the file; rows with the same prompt tokens are one",
-        ],
+        notes=["groups: not in the file; rows with the same prompt tokens are one"],
     )
     reading.rows = _rows(files, assumptions, reading)
     return reading
 
 
 def _rows(files: list[Path], assumptions: Assumptions, reading: Reading) -> Iterator[tuple[str, Any]]:
-    lost = 0
+    lost = unrewarded = 0
     for file in files:
-        for place, data in json_rows(file):
+        for place, data in json_lines(file):
             row, found = at_place(place, partial(_row, data, assumptions), reading.names)
             lost += found
-            yield place, row
+            unrewarded += row["reward"] is None
+            yield place, row if row["reward"] is not None else {**row, "reward": 0.0, "unknown_fields": ["rewards"]}
+    if unrewarded:
+        reading.notes.append(
+            f"rewards: not in {unrewarded} rows; 0 stands for each (the advantages that came of them are there)"
+        )
     if lost:
         done = "taken as -inf" if assumptions.nonfinite == "outside" else "their samples are masked"
         reading.notes.append(f"null at {lost} response tokens: NaN or infinite, the file does not say which; {done}")
@@ -76,8 +84,10 @@ def _row(data: Any, assumptions: Assumptions) -> tuple[dict[str, Any], int]:
     tokens = listed(data, "token_ids", None)
     mask = listed(data, "loss_mask", len(tokens))
     columns = {ours: list(listed(data, theirs, len(tokens))) for ours, theirs in _COLUMNS.items()}
+    if all(value is None for value in columns["advantages"]):
+        del columns["advantages"]  # the batch had none: its loss was another
     lost = 0
-    for name in _COLUMNS:
+    for name in columns:
         for position, (value, is_response) in enumerate(zip(columns[name], mask, strict=True)):
             if value is not None or not is_response:
                 continue
@@ -90,10 +100,20 @@ def _row(data: Any, assumptions: Assumptions) -> tuple[dict[str, Any], int]:
         "tokens": tokens,
         "response_mask": mask,
         **columns,
-        "reward": 0.0,
+        "reward": _reward(data, mask),
         "sample_mask": not (lost and assumptions.nonfinite == "mask"),
         "sampling": sampling_of(assumptions),
     }, lost
+
+
+def _reward(data: Mapping[str, Any], mask: list[Any]) -> Any:
+    """What all response tokens say; None where they say nothing."""
+    if data.get("rewards") is None:
+        return None
+    values = [value for value, entry in zip(listed(data, "rewards", len(mask)), mask, strict=True) if entry]
+    if any(value != values[0] for value in values):
+        raise FieldError("rewards: must be the same at every response token; correct it or drop the row")
+    return values[0] if values else None
 
 
 def _stand_in(name: str, position: int, assumptions: Assumptions) -> float:

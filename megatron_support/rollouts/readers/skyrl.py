@@ -1,9 +1,9 @@
 """SkyRL: ``dumped_data/global_step_<N>_training_input.pkl``, a pickle, which is refused, and its safe form.
 
-Unpickling runs what the file says, so a ``.pkl`` is never opened here. Where SkyRL is installed and the file is trusted,
-:data:`REMEDY` turns it into a ``.pt`` file of plain tensors, which this reader reads: ``TrainingInputBatch`` as a dict of
-tensors padded on the left, ``sequences [B, S]`` and response tensors ``[B, R]`` that cover the last R tokens. Rewards,
-prompt groups and sampling parameters are not in the dump.
+Unpickling runs what the file says, so a ``.pkl`` is never opened here. Where SkyRL is installed and the file is
+trusted, :data:`REMEDY` turns it into a ``.pt`` file of plain tensors, which this reader reads: ``TrainingInputBatch``
+as a dict of tensors padded on the left, ``sequences [B, S]`` and response tensors ``[B, R]`` that cover the last R
+tokens. Rewards, prompt groups and sampling parameters are not in the dump.
 
 Read from NovaSky-AI/SkyRL a9564572eb8e91076be43c1bd5e4615e3de17265: skyrl/train/trainer.py,
 skyrl/backends/skyrl_train/training_batch.py.

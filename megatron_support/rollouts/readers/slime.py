@@ -1,7 +1,8 @@
 """slime: ``--save-debug-rollout-data`` and ``--save-debug-train-data``, both ``torch.save`` of a dict with ``samples``.
 
-A rollout dump is ``{"rollout_id", "samples": [Sample.to_dict()]}``. A train dump (``format_version`` 2) has the training
-columns of each sample under their plural names, a ``raw_reward`` for all samples in rollout order, and ``dp_shards``.
+A rollout dump is ``{"rollout_id", "samples": [Sample.to_dict()]}``. A train dump (``format_version`` 2) has the
+training columns of each sample under their plural names, a ``raw_reward`` for all samples in rollout order, and
+``dp_shards``.
 Log-probabilities cover the response alone. A kept set of response token i is
 ``rollout_top_p_token_ids[offsets[i]:offsets[i + 1]]``. Sampling parameters are not in the file. slime itself reads the
 files with a full unpickler; here they are read as plain values and tensors.
@@ -53,9 +54,10 @@ def read(path: Path, content: Any, assumptions: Assumptions) -> Reading:
     if not isinstance(samples, list):
         raise RolloutError(f"{path}: samples: must be a list, got {short(samples)}; give a debug dump of slime")
     train = "format_version" in content
-    if train and content["format_version"] != TRAIN_VERSION:
+    version = content.get("format_version")
+    if train and not (type(version) is int and version == TRAIN_VERSION):
         raise RolloutError(
-            f"{path}: format_version: must be {TRAIN_VERSION}, got {short(content['format_version'])}; "
+            f"{path}: format_version: must be {TRAIN_VERSION}, got {short(version)}; "
             "write it with the slime that this reader knows"
         )
     reading = Reading(
@@ -87,16 +89,20 @@ def _rows(
         reward = raw[number - 1] if train and raw is not None else None
         convert = partial(_row, path, place, sample, number, reward, train, assumptions)
         row = at_place(place, convert, reading.names)
-        budget -= len(row["tokens"])
+        budget -= len(row["tokens"]) + len((row["support"] or {}).get("token_ids", ()))
         if budget < 0:  # one list, referred to again and again
-            raise RolloutError(f"{place}: tokens: more in all than the file has bytes; write the file again")
+            raise RolloutError(
+                f"{place}: tokens: more in all, with kept sets, than the file has bytes; write the file again"
+            )
         yield place, row
 
 
 def _row(
     path: Path, place: str, sample: Any, number: int, raw: Any, train: bool, assumptions: Assumptions
 ) -> dict[str, Any]:
-    data = {key: plain(path, value, f"{place}: {key}") for key, value in mapping(sample).items()}
+    data = {
+        key: plain(path, value, f"{place}: {key}") for key, value in mapping(sample).items() if isinstance(key, str)
+    }
     tokens = listed(data, "tokens", None)
     response = integer(data, "response_lengths" if train else "response_length", most=len(tokens))
     masks = "loss_masks" if train else "loss_mask"
@@ -128,9 +134,7 @@ def _reward(data: Mapping[str, Any], train: bool, raw: Any, assumptions: Assumpt
     if not isinstance(value, Mapping):
         return value
     if assumptions.reward_key is None:
-        raise FieldError(
-            f"reward: several by name ({', '.join(sorted(map(str, value)))[:60]}); choose with --reward-key"
-        )
+        raise FieldError(f"reward: several by name {short(list(value))}; choose one with --reward-key")
     return required(value, assumptions.reward_key, (int, float), "a number", "reward.")
 
 

@@ -102,7 +102,8 @@ def _check_opcodes(path: Path, content: bytes) -> None:
         named = argument if opcode.name == "GLOBAL" else opcode.name
         if opcode.name in _BUILDING or (opcode.name == "GLOBAL" and argument not in _GLOBALS):
             raise RolloutError(
-                f"{path}: data.pkl byte {position}: holds {named!r}, which is neither a plain value nor a tensor; {REMEDY}"
+                f"{path}: data.pkl byte {position}: holds {named!r}, which is neither a plain value nor a tensor; "
+                f"{REMEDY}"
             )
 
 
