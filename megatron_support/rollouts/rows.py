@@ -349,5 +349,6 @@ def at_place(place: str, check: Callable[[], Result], names: Mapping[str, str] |
         return check()
     except FieldError as error:
         message = str(error)
-        own = (names or {}).get(re.split(r"[.:\[]", message, maxsplit=1)[0])
-        raise RolloutError(f"{place}: {f'{own}, read as ' if own else ''}{message}") from None
+        ours = re.split(r"[.:\[]", message, maxsplit=1)[0]
+        own = (names or {}).get(ours, ours)
+        raise RolloutError(f"{place}: {f'{own}, read as ' if own != ours else ''}{message}") from None

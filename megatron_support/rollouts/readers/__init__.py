@@ -28,6 +28,8 @@ FORMATS = {
 }
 """Formats by name."""
 
+_OWN = ("jsonl", "parquet")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
@@ -71,9 +73,12 @@ def read_dump(
     name = format or _detect(path, content)
     reading = _reading(name, path, content, assumptions)
     left_out: list[str] = []
-    rollouts = batch_of_rows(path, _trained(reading.rows, left_out), vocab_size=vocab_size, names=reading.names)
+    rows = reading.rows if name in _OWN else _trained(reading.rows, left_out)
+    rollouts = batch_of_rows(path, rows, vocab_size=vocab_size, names=reading.names)
     notes, unknown = list(reading.notes), rollouts.unknown_fields | reading.unknown
-    if name not in ("jsonl", "parquet") and assumptions.sampling is None:
+    if name in _OWN:
+        notes += [f"{field}: unknown, as the file says of itself" for field in sorted(unknown)]
+    elif assumptions.sampling is None:
         unknown |= {"sampling"}
         notes.append(
             "sampling: not in the file; temperature 1 without top-k and top-p stands for it (--temperature, ...)"
@@ -115,8 +120,8 @@ def _detect(path: Path, content: Any) -> str:
 
 
 def _reading(name: str, path: Path, content: Any, assumptions: Assumptions) -> Reading:
-    if name in ("jsonl", "parquet"):
-        return Reading(rows=(json_rows if name == "jsonl" else parquet_rows)(path))
+    if name in _OWN:
+        return Reading(rows=_with_sampling((json_rows if name == "jsonl" else parquet_rows)(path), assumptions))
     if name in ("slime", "skyrl"):
         reader = slime if name == "slime" else skyrl
         if not reader.looks_like(content):
@@ -124,6 +129,19 @@ def _reading(name: str, path: Path, content: Any, assumptions: Assumptions) -> R
         return reader.read(path, content, assumptions)
     readers = {"nemo_rl": nemo_rl.read, "prime_rl": prime_rl.read, "megatron_bank": megatron_bank.read}
     return readers[name](path, assumptions)
+
+
+def _with_sampling(rows: Iterator[tuple[str, Any]], assumptions: Assumptions) -> Iterator[tuple[str, Any]]:
+    """Rows of this package's schema, with the sampling that is given for those whose own is unknown."""
+    for place, row in rows:
+        if assumptions.sampling is None or not isinstance(row, dict):
+            yield place, row
+            continue
+        unknown = row.get("unknown_fields")
+        if not isinstance(unknown, list) or "sampling" not in unknown:
+            raise RolloutError(f"{place}: sampling: the row has its own; give none for it")
+        rest = [name for name in unknown if name != "sampling"]
+        yield place, {**row, "sampling": assumptions.sampling, "unknown_fields": rest}
 
 
 def _trained(rows: Iterator[tuple[str, Any]], left_out: list[str]) -> Iterator[tuple[str, Any]]:
