@@ -109,13 +109,22 @@ def read_sound_rollouts(
     return (_batch(rows) if rows else None), tuple(errors)
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
-    reader = _READERS.get(path.suffix)
-    if reader is None:
+def check_ending(path: Path) -> None:
+    """Check that a rollout file is one by its name.
+
+    Raises:
+        RolloutError: it ends otherwise.
+    """
+    if path.suffix not in _READERS:
         raise RolloutError(
-            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
+            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it "
+            "(megatron-support convert)"
         )
-    return reader
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
+    check_ending(path)
+    return _READERS[path.suffix]
 
 
 def _checked_rows(
@@ -174,17 +183,16 @@ def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
         RolloutError: another ending, or a folder that cannot be written.
     """
     path = Path(path)
+    check_ending(path)
     try:
         if path.suffix == ".jsonl":
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in _plain_rows(rollouts))
-        elif path.suffix == ".parquet":
+        else:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
             pq.write_table(pa.Table.from_pylist(list(_plain_rows(rollouts))), path, write_page_checksum=True)
-        else:
-            raise RolloutError(f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; rename it")
     except OSError as error:
         raise RolloutError(f"{path}: cannot write rollouts ({error}); give a folder that exists and has room") from None
 

@@ -52,6 +52,8 @@ def train(recipe: Recipe, console: Console) -> Summary:
         folder.environment = describe_environment(groups, host.device)
         if groups.is_main:
             _say(console, f"{recipe.name}: {_describe(checked, groups, host)}")
+            for note in checked.notes:
+                _say(console, note)
         view.view = make_progress(recipe.logging.progress, recipe.train.steps, console, main=groups.is_main)
         try:
             history = _loop(recipe, training, folder, view)

@@ -426,13 +426,13 @@ def test_a_list_that_a_torch_file_refers_to_again_and_again_is_not_multiplied(tm
 
 def test_a_format_that_is_named_must_be_the_files(tmp_path):
     path = dumps.WRITERS["slime"](tmp_path)
-    with pytest.raises(RolloutError, match="not of format skyrl; leave --format out"):
+    with pytest.raises(RolloutError, match="not of format skyrl; leave --from out"):
         read_dump(path, format="skyrl")
     with pytest.raises(RolloutError, match="format must be one of jsonl, parquet, nemo_rl"):
         read_dump(path, format="verl")
     unknown = tmp_path / "a.txt"
     unknown.write_text("text")
-    with pytest.raises(RolloutError, match=r"a.txt: of no known format; name it with --format"):
+    with pytest.raises(RolloutError, match=r"a.txt: of no known format; name it with --from"):
         read_dump(unknown)
     with pytest.raises(RolloutError, match=r"nothing\.jsonl: no such file or folder"):
         read_dump(tmp_path / "nothing.jsonl")

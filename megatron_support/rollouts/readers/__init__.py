@@ -81,7 +81,8 @@ def read_dump(
     elif assumptions.sampling is None:
         unknown |= {"sampling"}
         notes.append(
-            "sampling: not in the file; temperature 1 without top-k and top-p stands for it (--temperature, ...)"
+            "sampling: not in the file; temperature 1 without top-k and top-p stands for it (give it with "
+            "--temperature, --top-k, --top-p, or rollouts.sampling in a recipe)"
         )
     if left_out:
         notes.append(f"{len(left_out)} rows without a response token are left out, the first is {left_out[0]}")
@@ -116,7 +117,7 @@ def _detect(path: Path, content: Any) -> str:
                 if reader.looks_like(first):
                     return name
         return "jsonl"
-    raise RolloutError(f"{path}: of no known format; name it with --format, one of {', '.join(FORMATS)}")
+    raise RolloutError(f"{path}: of no known format; name it with --from, one of {', '.join(FORMATS)}")
 
 
 def _reading(name: str, path: Path, content: Any, assumptions: Assumptions) -> Reading:
@@ -125,7 +126,7 @@ def _reading(name: str, path: Path, content: Any, assumptions: Assumptions) -> R
     if name in ("slime", "skyrl"):
         reader = slime if name == "slime" else skyrl
         if not reader.looks_like(content):
-            raise RolloutError(f"{path}: not of format {name}; leave --format out, or name another")
+            raise RolloutError(f"{path}: not of format {name}; leave --from out, or name another")
         return reader.read(path, content, assumptions)
     readers = {"nemo_rl": nemo_rl.read, "prime_rl": prime_rl.read, "megatron_bank": megatron_bank.read}
     return readers[name](path, assumptions)
