@@ -24,7 +24,7 @@ setup(
         "numpy>=1.26",
         "pydantic>=2.7",
         "omegaconf>=2.3",
-        "pyarrow>=14",
+        "pyarrow>=14.0.1",
         "rich>=13",
         "tensorboard>=2.14",
         "matplotlib>=3.8",

@@ -1,6 +1,18 @@
 """One module per command: ``add(commands)`` declares it, and imports what it runs only when it runs."""
 
-from megatron_support.commands import check, doctor, inspect, recipe, replay, report, score, tasks, train, validate
+from megatron_support.commands import (
+    check,
+    convert,
+    doctor,
+    inspect,
+    recipe,
+    replay,
+    report,
+    score,
+    tasks,
+    train,
+    validate,
+)
 
 COMMANDS = (
     train,
@@ -8,6 +20,7 @@ COMMANDS = (
     recipe,
     report,
     inspect,
+    convert,
     score,
     replay,
     check,

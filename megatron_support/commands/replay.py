@@ -59,9 +59,11 @@ def run(options: argparse.Namespace) -> int:
         recipe_path = recipe_path or str(path / RECIPE)
         path = path / ROLLOUTS
     first, recipe = _configuration(recipe_path, options.overrides)
-    rollouts = read_rollouts(path)
+    rollouts = read_rollouts(path, keep_faults=True)
     text_of = _text(recipe)
     console = Console()
+    for name in sorted(rollouts.unknown_fields):
+        console.print(f"{name}: unknown, as the file says of itself", markup=False, highlight=False)
     result = replay(first, rollouts)
     if options.compare is None:
         print_replay(result, console, text_of, samples=options.samples)

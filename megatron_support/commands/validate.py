@@ -43,4 +43,6 @@ def run(options: argparse.Namespace) -> int:
         batch = checked.rollouts
         tokens = int(batch.response_mask.sum())
         say(f"  rollouts {batch.num_sequences} sequences, {tokens} response tokens, longest {int(batch.lengths.max())}")
+    for note in checked.notes:
+        say(f"  {note}")
     return SUCCESS

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_support.config.base import StrictModel
 from megatron_support.config.recipe import Recipe, Weights
+from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
 from megatron_support.errors import ConfigurationError
 
 Schema = TypeVar("Schema", bound=StrictModel)
@@ -42,7 +43,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         for override in overrides:
             key, value = _assignment(override)
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
+        check_interpolations(OmegaConf.to_container(tree, resolve=False))
         data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
+    except RuleBroken as error:
+        raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
@@ -88,14 +92,19 @@ def _inherited(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
 
 def _parsed(path: Path, heir: Path | None) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
+    except RuleBroken as error:
+        raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         named = "" if heir is None else f", which {heir} names in defaults"
         raise ConfigurationError(
             f"{path}: cannot read the recipe ({error}){named}; give the path of a YAML file"
         ) from None
     try:
+        check_yaml(text)
         tree = OmegaConf.load(io.StringIO(text))
+    except RuleBroken as error:
+        raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     if not OmegaConf.is_dict(tree):
@@ -120,8 +129,9 @@ def _assignment(override: str) -> tuple[str, Any]:
         remedy = "name each field" if separator else "add '='"
         raise ConfigurationError(f"override {override!r} must look like field.subfield=value; {remedy}")
     try:
+        check_yaml(text)
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(f"value: {text}")))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (RuleBroken, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigurationError(f"override {override!r}: the value is not valid YAML ({error}); correct it") from None
     return key, cast("dict[str, Any]", tree)["value"]
 

@@ -238,14 +238,26 @@ class SamplingConfig(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+RolloutFormat = Literal["jsonl", "parquet", "nemo_rl", "slime", "prime_rl", "megatron_bank", "skyrl"]
+
+
 class FileRollouts(StrictModel):
     """Rollouts read from files. Each row carries its own sampling parameters."""
 
     type: Literal["files"]
     paths: Annotated[list[str], Field(min_length=1)]
-    """JSONL or Parquet files, relative to the recipe's folder; read in order."""
+    """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder; read in order."""
     sequences_per_step: PositiveInt
     """Rows of one actor step; the files are read again from the start when they end."""
+    format: RolloutFormat | None = None
+    """Null: found by content."""
+    sampling: SamplingConfig | None = None
+    """Of the rows of dumps that do not say theirs; null where each row does."""
+    reward_key: str | None = None
+    """Which reward, where a dump has several by name."""
+    nonfinite: Literal["refuse", "outside", "mask"] = "refuse"
+    """A value at a response token that was NaN or infinite, which a dump has lost: an error; -inf, outside the support;
+    or its sample is masked."""
 
 
 class SamplerRollouts(StrictModel):

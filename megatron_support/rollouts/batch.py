@@ -92,6 +92,8 @@ class RolloutBatch:
     values: Tensor | None = None
     advantages: Tensor | None = None
     """fp32 ``[N]``."""
+    unknown_fields: frozenset[str] = frozenset()
+    """Fields whose values, or whose -inf, the program that wrote the file had lost: what stands there is no fact."""
 
     def __post_init__(self) -> None:
         """Check sizes, and that no response begins a sequence: its first token is predicted from nothing."""
@@ -135,8 +137,8 @@ class RolloutBatch:
         return (self.top_k > 0) | (self.top_p < 1) | replayed
 
     def with_columns(self, **columns: Any) -> RolloutBatch:
-        """A copy with some columns replaced."""
-        return replace(self, **columns)
+        """A copy with some columns replaced; a replaced column is no longer unknown."""
+        return replace(self, **{"unknown_fields": self.unknown_fields - columns.keys(), **columns})
 
     def without_filters(self) -> RolloutBatch:
         """A copy whose tokens are all inside the support: the temperature stays, top-k, top-p and replay go."""
@@ -162,7 +164,9 @@ class RolloutBatch:
             value = getattr(self, f.name)
             if f.name in ("cu_seqlens", "support") or value is None:
                 continue
-            if isinstance(value, tuple):
+            if f.name == "unknown_fields":
+                chosen[f.name] = value
+            elif isinstance(value, tuple):
                 chosen[f.name] = tuple(value[i] for i in indices.tolist())
             else:
                 chosen[f.name] = value[token_rows if f.name in PER_TOKEN else indices]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,56 @@ from torch import Tensor
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import PER_TOKEN, RolloutBatch, shortest_decimal
-from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row
+from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
+from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row, short
 from megatron_support.types import RolloutSupport
 
-_PARQUET_ROWS = 1024
 
-
-def read_rollouts(path: str | Path, *, vocab_size: int | None = None) -> RolloutBatch:
+def read_rollouts(path: str | Path, *, vocab_size: int | None = None, keep_faults: bool = False) -> RolloutBatch:
     """Read a rollout file.
 
     A row has the fields id, prompt_id, prompt, response, tokens ``[L]``, response_mask ``[L]``, generation_logprobs
     ``[L]`` (under the row's filter; anything outside the response; -inf, in JSON ``-Infinity``, where the engine says a
     token is outside its support), reward, sampling {temperature, top_k, top_p}, support {token_ids ``[N]``, offsets
-    ``[L + 1]``} or null, and optionally sample_mask, reward_components ``[K]`` and per-token columns of a RolloutBatch.
-    Other fields are left out. Rows with the same prompt_id are one group.
+    ``[L + 1]``} or null, and optionally sample_mask, reward_components ``[K]``, unknown_fields (names) and per-token
+    columns of a RolloutBatch. Other fields are left out. Rows with the same prompt_id are one group. Files of other
+    programs are read by :func:`megatron_support.rollouts.readers.read_dump`.
 
     Args:
         path: a ``.jsonl`` or ``.parquet`` file.
         vocab_size: token ids at or above it are refused; None for no bound.
+        keep_faults: take NaN and infinities in per-token columns as they are. Training refuses them; this is for
+            looking into a fault.
 
     Raises:
         RolloutError: naming file, line (or row), field, value and remedy.
     """
     path = Path(path)
+    places = _reader(path)(path)
+    return batch_of_rows(path, places, vocab_size=vocab_size, keep_faults=keep_faults)
+
+
+def batch_of_rows(
+    path: Path,
+    places: Iterator[tuple[str, Any]],
+    *,
+    vocab_size: int | None = None,
+    keep_faults: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> RolloutBatch:
+    """Check rows one by one, and put them end to end.
+
+    Args:
+        path: the file, for messages about all of it.
+        places: (place, fields) of each row, or (place, what is wrong with it).
+        vocab_size, keep_faults: as for :func:`read_rollouts`.
+        names: the file's own names of our fields, for messages.
+
+    Raises:
+        RolloutError: as :func:`read_rollouts`.
+    """
     rows = []
-    for row in _checked_rows(path, vocab_size):
+    for row in _checked_rows(places, vocab_size=vocab_size, keep_faults=keep_faults, names=names):
         if isinstance(row, RolloutError):
             raise row
         rows.append(row)
@@ -67,7 +92,7 @@ def read_sound_rollouts(
     path = Path(path)
     rows: list[Row] = []
     errors: list[RolloutError] = []
-    checked = _checked_rows(path, vocab_size)
+    checked = _checked_rows(_reader(path)(path), vocab_size=vocab_size)
     try:
         for row in checked:
             if isinstance(row, RolloutError):
@@ -84,28 +109,53 @@ def read_sound_rollouts(
     return (_batch(rows) if rows else None), tuple(errors)
 
 
-def _checked_rows(path: Path, vocab_size: int | None) -> Iterator[Row | RolloutError]:
-    """Each row, or what is wrong with it."""
-    reader = _READERS.get(path.suffix)
-    if reader is None:
+def check_ending(path: Path) -> None:
+    """Check that a rollout file is one by its name.
+
+    Raises:
+        RolloutError: it ends otherwise.
+    """
+    if path.suffix not in _READERS:
         raise RolloutError(
-            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
+            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it "
+            "(megatron-support convert)"
         )
-    places: dict[str, str] = {}
-    for place, data in reader(path):
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
+    check_ending(path)
+    return _READERS[path.suffix]
+
+
+def _checked_rows(
+    places: Iterator[tuple[str, Any]],
+    *,
+    vocab_size: int | None,
+    keep_faults: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> Iterator[Row | RolloutError]:
+    """Each row, or what is wrong with it."""
+    seen: dict[str, str] = {}
+    for place, data in places:
         if isinstance(data, RolloutError):
             yield data
             continue
         try:
-            row = at_place(place, partial(check_row, data, vocab_size=vocab_size))
+            row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
         except RolloutError as error:
-            yield error
+            yield RolloutError(f"{error}{_named(data)}")
             continue
-        if row.id in places:
-            yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {places[row.id]}; rename one")
+        if row.id in seen:
+            yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
             continue
-        places[row.id] = place
+        seen[row.id] = place
         yield row
+
+
+def _named(data: Any) -> str:
+    """The sample, behind a message that says the place."""
+    name = data.get("id") if isinstance(data, Mapping) else None
+    return f" (sample {short(name)})" if isinstance(name, str | int) and not isinstance(name, bool) else ""
 
 
 def _with_equal_columns(rows: list[Row]) -> list[Row]:
@@ -133,17 +183,16 @@ def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
         RolloutError: another ending, or a folder that cannot be written.
     """
     path = Path(path)
+    check_ending(path)
     try:
         if path.suffix == ".jsonl":
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in _plain_rows(rollouts))
-        elif path.suffix == ".parquet":
+        else:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pq.write_table(pa.Table.from_pylist(list(_plain_rows(rollouts))), path)
-        else:
-            raise RolloutError(f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; rename it")
+            pq.write_table(pa.Table.from_pylist(list(_plain_rows(rollouts))), path, write_page_checksum=True)
     except OSError as error:
         raise RolloutError(f"{path}: cannot write rollouts ({error}); give a folder that exists and has room") from None
 
@@ -160,8 +209,8 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         raise RolloutError("at least one batch is needed to concatenate, got none; pass one")
     if len(batches) == 1:
         return batches[0]
-    joined: dict[str, Any] = {}
-    for name in (f.name for f in fields(RolloutBatch)):
+    joined: dict[str, Any] = {"unknown_fields": frozenset().union(*(batch.unknown_fields for batch in batches))}
+    for name in (f.name for f in fields(RolloutBatch) if f.name not in joined):
         values = [getattr(batch, name) for batch in batches]
         missing = [value is None for value in values]
         if any(missing) and not all(missing):
@@ -189,42 +238,7 @@ def _join(name: str, values: list[Any]) -> Any:
     return torch.cat(values)
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each line, an error for a line that is no JSON; empty lines are passed over."""
-    try:
-        with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse(f"{path}:{number}", line)
-    except OSError as error:
-        raise RolloutError(f"{path}: cannot read it ({error}); give a readable UTF-8 JSONL file") from None
-
-
-def _parse(place: str, line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8")
-    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
-        return RolloutError(f"{place}: not valid JSON ({error}); write one object a line")
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        number = 0
-        with pq.ParquetFile(path) as file:
-            for part in file.iter_batches(_PARQUET_ROWS):
-                for data in part.to_pylist():
-                    number += 1
-                    yield f"{path}:row {number}", data
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
-
-
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": json_rows, ".parquet": parquet_rows}
 
 
 def _check_columns(path: Path, rows: list[Row]) -> None:
@@ -274,6 +288,7 @@ def _batch(rows: list[Row]) -> RolloutBatch:
         prompts=tuple(row.prompt for row in rows),
         responses=tuple(row.response for row in rows),
         support=_joined_support([row.support for row in rows]),
+        unknown_fields=frozenset().union(*(row.unknown_fields for row in rows)),
         **columns,
     )
 
@@ -312,6 +327,7 @@ def _plain_rows(rollouts: RolloutBatch) -> Iterator[dict[str, Any]]:
                 "top_p": shortest_decimal(float(rollouts.top_p[s])),
             },
             "support": _plain_support(rollouts.support, start, end),
+            **({"unknown_fields": sorted(rollouts.unknown_fields)} if rollouts.unknown_fields else {}),
         }
 
 

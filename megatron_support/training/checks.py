@@ -17,6 +17,7 @@ from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import concatenate, read_rollouts
 from megatron_support.rollouts.planning import plan_microbatches
+from megatron_support.rollouts.readers import Assumptions, read_dump
 from megatron_support.training.tasks import Task, get_task
 from megatron_support.training.tracking import check_wandb
 
@@ -31,6 +32,8 @@ class CheckedRecipe:
     """All rows of the files; None for the sampler."""
     task: Task | None
     """None for files."""
+    notes: tuple[str, ...] = ()
+    """What the files have lost, and what was assumed for it."""
 
 
 def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
@@ -49,8 +52,10 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
     validate_layout(architecture, recipe.parallel, world_size)
     rollouts: RolloutBatch | None = None
     task: Task | None = None
+    notes: tuple[str, ...] = ()
     if isinstance(recipe.rollouts, FileRollouts):
-        rollouts = _read(recipe.rollouts, architecture)
+        rollouts, notes = _read(recipe.rollouts, architecture)
+        _check_known(recipe, rollouts)
         with_support_mode(rollouts, recipe.logprobs)
         lengths, names = rollouts.lengths, rollouts.sample_ids
     else:
@@ -61,7 +66,7 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
     if recipe.train.microbatch.truncate and rollouts is not None:
         lengths = lengths.clamp_max(recipe.train.microbatch.longest_sequence)
     _check_lengths(recipe, architecture, world_size, lengths, names)
-    return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task)
+    return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task, notes=notes)
 
 
 def check_scoring(recipe: Recipe, path: str | Path, world_size: int) -> RolloutBatch:
@@ -90,23 +95,54 @@ def smallest_world(recipe: Recipe) -> int:
     return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
-def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
-    rollouts = concatenate([read_rollouts(path, vocab_size=architecture.vocab_size) for path in config.paths])
+def _read(config: FileRollouts, architecture: Architecture) -> tuple[RolloutBatch, tuple[str, ...]]:
+    """All rows, and what is to be said about the files."""
+    assumptions = Assumptions(
+        sampling=None if config.sampling is None else config.sampling.model_dump(),
+        reward_key=config.reward_key,
+        nonfinite=config.nonfinite,
+    )
+    dumps = [
+        read_dump(path, format=config.format, assumptions=assumptions, vocab_size=architecture.vocab_size)
+        for path in config.paths
+    ]
+    rollouts = concatenate([dump.rollouts for dump in dumps])
+    notes = tuple(f"{path}: {note}" for path, dump in zip(config.paths, dumps, strict=True) for note in dump.notes)
     if config.sequences_per_step > rollouts.num_sequences:
         raise ConfigurationError(
             f"rollouts.sequences_per_step must be <= the {rollouts.num_sequences} rows of rollouts.paths, "
             f"got {config.sequences_per_step}; lower it or add files"
         )
-    return rollouts
+    return rollouts, notes
+
+
+def _check_known(recipe: Recipe, rollouts: RolloutBatch) -> None:
+    """Nothing that the step reads may be a stand-in for what the files have lost."""
+    remedies = {
+        "sampling": "give rollouts.sampling",
+        "rewards": "use advantages.type opd, which reads none, or files with rewards",
+    }
+    read = {"sampling", "generation_logprobs", *_carried(recipe)}
+    if recipe.advantages.type != "opd":
+        read.add("rewards")
+    for name in sorted(read & rollouts.unknown_fields):
+        raise ConfigurationError(
+            f"rollouts.paths: {name} must be known to train with {recipe.advantages.type} advantages, and the files do "
+            f"not say it; {remedies.get(name, 'take files that have it')}"
+        )
+
+
+def _carried(recipe: Recipe) -> list[str]:
+    """Optional columns that the rollouts must carry, because the step does not compute them itself."""
+    computed = {"prev_logprobs", "reference_logprobs"}
+    if recipe.teacher.checkpoint is not None:
+        computed.add("teacher_logprobs")
+    return [name for name in recipe.advantages.columns if name not in computed]
 
 
 def _check_columns(recipe: Recipe, rollouts: RolloutBatch | None) -> None:
     """``rollouts``: what the files hold; None for the sampler, whose batches have no optional column."""
-    computed = {"prev_logprobs", "reference_logprobs"}  # by the step itself
-    if recipe.teacher.checkpoint is not None:
-        computed.add("teacher_logprobs")
-    needed = [name for name in recipe.advantages.columns if name not in computed]
-    missing = [name for name in needed if rollouts is None or getattr(rollouts, name) is None]
+    missing = [name for name in _carried(recipe) if rollouts is None or getattr(rollouts, name) is None]
     if missing:
         remedy = "add them to the files" if rollouts is not None else "take rollouts from files that have them"
         raise ConfigurationError(

@@ -55,6 +55,8 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
         folder.environment = describe_environment(groups, host.device)
         say = (lambda line: _say(console, line)) if groups.is_main else (lambda line: None)
         say(f"{recipe.name}: {_describe(checked, groups, host)}")
+        for note in checked.notes:
+            say(note)
         if start.checkpoint is not None:
             say(f"goes on after step {done} of {start.checkpoint}")
         disk = Disk(recipe, groups, host.device, say)

@@ -20,7 +20,7 @@ from tests.rollout_batch import assert_same, make_rollouts
 def test_every_field_is_per_token_or_per_sequence():
     """``select`` and the size check go by these two lists: a field in neither would be cut wrongly."""
     fields = {f.name for f in dataclasses.fields(make_rollouts([2]))}
-    assert fields == {*PER_TOKEN, *PER_SEQUENCE, "cu_seqlens", "support"}
+    assert fields == {*PER_TOKEN, *PER_SEQUENCE, "cu_seqlens", "support", "unknown_fields"}
 
 
 @given(st.data())

@@ -1,0 +1,131 @@
+"""``megatron-support convert``, and dumps as the rollouts of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from megatron_support.__main__ import main
+from megatron_support.config.recipe import RolloutFormat
+from megatron_support.rollouts import read_rollouts
+from megatron_support.rollouts.readers import FORMATS, read_dump
+from tests import dumps
+from tests.rollout_batch import assert_same
+
+
+@pytest.mark.parametrize("name", dumps.WRITERS)
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_every_dump_is_converted_and_what_it_lost_is_printed(tmp_path, capsys, name, ending):
+    source, target = dumps.WRITERS[name](tmp_path), tmp_path / f"out.{ending}"
+    assert main(["convert", str(source), str(target)]) == 0
+    dump = read_dump(source)
+    assert_same(read_rollouts(target), dump.rollouts)
+    first, *notes = capsys.readouterr().out.splitlines()
+    assert first == f"{target}: 2 sequences, 5 response tokens, from {dump.format}"
+    assert notes == [f"  {note}" for note in dump.notes] and any("sampling" in note for note in notes)
+
+
+def test_what_the_user_knows_goes_into_the_file(tmp_path, capsys):
+    source, target = dumps.WRITERS["nemo_rl"](tmp_path), tmp_path / "out.parquet"
+    assert main(["convert", str(source), str(target), "--from", "nemo_rl", "--top-p", "0.9", "--top-k", "40"]) == 0
+    rollouts: Any = read_rollouts(target)
+    assert rollouts.temperature.tolist() == [1.0, 1.0] and rollouts.top_k.tolist() == [40, 40]
+    assert rollouts.unknown_fields == {"prev_logprobs"}
+    assert "sampling" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["out.csv"], "out.csv: the name must end in .jsonl or .parquet, got '.csv'; convert or rename it"),
+        (["train_data_step3.jsonl"], "train_data_step3.jsonl: OUT must be another file than IN"),
+        (["missing/out.jsonl"], "missing/out.jsonl: cannot write rollouts"),
+        (["out.jsonl", "--from", "verl"], "format must be one of jsonl, parquet, nemo_rl"),
+        (["out.jsonl", "--from", "prime_rl"], "train_data_step3.jsonl:1: schema_version: required and missing"),
+        (["out.jsonl", "--top-p", "2"], "train_data_step3.jsonl:1: sampling.top_p: must be in (0, 1], got 2.0"),
+        (["out.jsonl", "--temperature", "nan"], "train_data_step3.jsonl:1: sampling.temperature: must be > 0"),
+        (
+            ["out.jsonl", "--vocab-size", "12"],
+            "token_ids, read as tokens[1]: must be in the vocabulary [0, 12), got 12",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    source = dumps.WRITERS["nemo_rl"](tmp_path)
+    before = source.read_bytes()
+    assert main(["convert", source.name, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert source.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_the_schema_names_the_formats_that_there_are():
+    assert get_args(RolloutFormat) == tuple(FORMATS)
+
+
+def recipe(folder: Path, paths: list[str], **rollouts: Any) -> str:
+    """A recipe for a tiny model that reads rollouts from files of its folder."""
+    tree = {
+        "name": "dump",
+        "device": "cpu",
+        "model": {
+            "architecture": {
+                "vocab_size": 32,
+                "num_layers": 1,
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "ffn_hidden_size": 32,
+            },
+            "dtype": "float32",
+        },
+        "optimizer": {"lr": 1e-3},
+        "rollouts": {"type": "files", "paths": paths, "sequences_per_step": 2, **rollouts},
+        "train": {"steps": 1, "microbatch": {"max_tokens": 64}},
+        "logging": {"run_dir": str(folder / "runs"), "progress": "off"},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+SAMPLING = {"temperature": 1.0, "top_p": 0.9}
+
+
+def test_a_recipe_reads_a_dump_and_says_what_it_lost(tmp_path, capsys):
+    source = dumps.WRITERS["nemo_rl"](tmp_path)
+    assert main(["validate", recipe(tmp_path, [source.name], sampling=SAMPLING)]) == 0
+    output = capsys.readouterr().out
+    assert "2 sequences, 5 response tokens" in output
+    assert f"{source}: prev_logprobs: which tokens were outside the support is lost" in output
+
+
+def test_a_recipe_trains_on_a_dump(tmp_path):
+    source = dumps.WRITERS["slime_train"](tmp_path)
+    assert main(["train", recipe(tmp_path, [source.name], sampling=SAMPLING, format="slime")]) == 0
+    (written,) = tmp_path.glob("runs/*/rollouts*")
+    rollouts = read_rollouts(written)
+    assert rollouts.sample_ids == ("40", "41") and not rollouts.unknown_fields
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("nemo_rl", {}, "sampling must be known to train with grpo advantages, and the files do not say it; give roll"),
+        ("skyrl", {"sampling": SAMPLING}, "rewards must be known to train with grpo advantages"),
+    ],
+)
+def test_training_does_not_read_what_the_dump_does_not_say(tmp_path, capsys, name, fields, message):
+    source = dumps.WRITERS[name](tmp_path)
+    assert main(["validate", recipe(tmp_path, [source.name], **fields)]) == 2
+    assert f"rollouts.paths: {message}" in capsys.readouterr().err
+
+
+def test_a_damaged_dump_stops_a_recipe(tmp_path, capsys):
+    rows = dumps.nemo_rl_rows()
+    rows[1]["token_ids"][0][3] = 32
+    source = dumps.write_lines(tmp_path / "train_data_step3.jsonl", rows)
+    assert main(["validate", recipe(tmp_path, [source.name], sampling=SAMPLING)]) == 2
+    assert "step3.jsonl:2: token_ids, read as tokens[3]: must be in the vocabulary [0, 32)" in capsys.readouterr().err
