@@ -11,15 +11,16 @@ from collections.abc import Sequence
 
 from megatron_support import __version__
 from megatron_support.commands import COMMANDS
-from megatron_support.commands.common import BAD_INPUT
-from megatron_support.errors import ConfigurationError, Fault, RolloutError
+from megatron_support.commands.common import BAD_INPUT, FAILURE
+from megatron_support.errors import CheckpointError, ConfigurationError, Fault, RolloutError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 2 where the input is at fault: the message has gone to stderr, from the first rank alone.
+        0, or 2 where the input is at fault, or 1 where a disk is: the message has gone to stderr, from the first rank
+        alone.
     """
     options = _parse(arguments)
     _be_quiet()
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _speaks():
             sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
+    except CheckpointError as error:
+        if _speaks():
+            sys.stderr.write(f"error: {error}\n")
+        return FAILURE
     except KeyboardInterrupt:
         return 130
 

@@ -21,3 +21,7 @@ class LogprobFault(Fault):
 
 class GradientFault(Fault):
     """The gradient is not finite although every log-probability is."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written: the disk is full, or the folder is gone or closed to us."""

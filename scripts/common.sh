@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: finds Python, makes .venv, installs the package once per change of its requirements.
-# PYTHON=/path/to/python3 chooses the interpreter; VENV=/path chooses where the environment goes.
+# PYTHON=/path/to/python3 chooses the interpreter; VENV=/path chooses where the environment goes. REQUIRE_HASHES=1 installs exactly what
+# scripts/requirements-ci.txt pins, by hash (Linux x86_64, Python 3.11, CPU): what CI does.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
@@ -29,9 +30,10 @@ find_python() {
 install() {
   local extras stamp key python
   extras="$(IFS=,; echo "$*")"
+  if [ -n "${REQUIRE_HASHES:-}" ]; then extras=locked; fi
   python="$(find_python)"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$python is older than Python 3.10; set PYTHON to a newer one"
-  key="$(cat "$ROOT/setup.py" "$ROOT/scripts/constraints.txt" | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+  key="$(cat "$ROOT/setup.py" "$ROOT/scripts/constraints.txt" "$ROOT/scripts/requirements-ci.txt" | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
   stamp="$VENV/.installed-${extras:-base}"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
     say "environment $VENV is up to date"
@@ -40,6 +42,15 @@ install() {
   if [ ! -x "$VENV/bin/python" ]; then
     say "making a virtual environment in $VENV with $python"
     "$python" -m venv "$VENV" || die "cannot make $VENV; install the venv module of $python (Debian: apt-get install python3-venv)"
+  fi
+  if [ -n "${REQUIRE_HASHES:-}" ]; then
+    say "installing what scripts/requirements-ci.txt pins, by hash"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$ROOT/scripts/requirements-ci.txt" \
+      || die "pip could not install what scripts/requirements-ci.txt pins; see the lines above, and scripts/lock.sh, which writes it"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$ROOT" \
+      || die "pip could not install megatron-support; see the lines above"
+    printf '%s' "$key" > "$stamp"
+    return
   fi
   say "installing torch (constraints: scripts/constraints.txt)"
   # A GPU host that has no torch yet gets the release pinned in the constraints from its own index (TORCH_INDEX).

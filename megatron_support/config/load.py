@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_support.config.base import StrictModel
 from megatron_support.config.recipe import Recipe, Weights
 from megatron_support.errors import ConfigurationError
+
+Schema = TypeVar("Schema", bound=StrictModel)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -43,6 +46,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
+
+
+def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:
+    """A part of a recipe from assignments alone, over its defaults.
+
+    Raises:
+        ConfigurationError: a bad assignment, or every broken rule of the schema at once.
+    """
+    try:
+        tree = OmegaConf.create()
+        for override in overrides:
+            key, value = _assignment(override)
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
+        data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"fields to set: {error}; correct them") from None
+    return schema.from_dict(data, source="fields to set")
 
 
 def _inherited(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:

@@ -319,6 +319,28 @@ class TrainConfig(StrictModel):
         return self
 
 
+class CheckpointConfig(StrictModel):
+    """Checkpoints that a run continues from, in ``checkpoints/step_N`` of the run folder.
+
+    With ``every`` SIGTERM and SIGINT end the run after the present step and a last checkpoint, with exit code 0.
+    """
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; there is one after the last step too. Null for none."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints kept, the newest; null keeps all."""
+    async_save: bool = False
+    """Write while the next steps run, from a copy in host memory."""
+    on_write_error: Literal["raise", "continue"] = "raise"
+    """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
+    trains on and says so after each checkpoint that was lost."""
+    resume: str = "auto"
+    """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
+    did not end (``parallel``, ``device``, ``logging`` and ``checkpoint`` may differ); never: start anew; else a path:
+    of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from which a new run
+    goes on."""
+
+
 class LogprobConfig(StrictModel):
     """How log-probabilities are computed."""
 
@@ -436,6 +458,7 @@ class Recipe(StrictModel):
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @field_validator("name")

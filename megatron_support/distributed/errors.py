@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_support.errors import ConfigurationError, Fault, GradientFault, LogprobFault, RolloutError
+from megatron_support.errors import (
+    CheckpointError,
+    ConfigurationError,
+    Fault,
+    GradientFault,
+    LogprobFault,
+    RolloutError,
+)
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigurationError, GradientFault, LogprobFault, Fault, RolloutError, ValueError, RuntimeError)
+    for kind in (
+        ConfigurationError,
+        GradientFault,
+        LogprobFault,
+        Fault,
+        RolloutError,
+        CheckpointError,
+        ValueError,
+        RuntimeError,
+    )
 }
 """A type comes before those it derives from."""
+
+
+Result = TypeVar("Result")
+
+
+def decide_together(
+    function: Callable[[], Result], *, group: ProcessGroup | None = None, device: torch.device | None = None
+) -> Result:
+    """What each rank's function returns, or one error on all of them if it failed on any. Collective.
+
+    For what may differ between machines, such as reading a file: the function itself must enter no collective.
+
+    Args:
+        function: called once on every rank.
+        group: None for all ranks.
+        device: one that the group's backend works on; None for the CPU.
+
+    Raises:
+        Exception: as :func:`raise_together`.
+    """
+    result: Result | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as found:  # noqa: BLE001 - the others must not wait for this rank
+        error = found
+    raise_together(error, group or dist.group.WORLD, device)
+    return cast("Result", result)
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None, device: torch.device | None = None) -> None:

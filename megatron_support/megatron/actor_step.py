@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_support.advantages import compute_advantages
+from megatron_support.config.advantages import Advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
@@ -33,6 +34,8 @@ from megatron_support.rollouts.sequence_filter import filter_errors, mask_cut_of
 
 Phase = Callable[[str, int, int], None]
 
+CURRENT_COLUMNS = ("curr_logprobs", "curr_logprobs_unfiltered", "entropy")
+"""What the loss saw of the current policy."""
 LOSS_COLUMNS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
 
 
@@ -43,7 +46,7 @@ class StepResult:
     metrics: dict[str, float]
     """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
     rollouts: RolloutBatch
-    """The batch with prev_logprobs, reference_logprobs and advantages filled in (and curr_logprobs where kept)."""
+    """With prev_logprobs, reference_logprobs and advantages filled in; and :data:`CURRENT_COLUMNS` where kept."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ class ActorStep:
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
         teacher: weights of the teacher of ``opd`` advantages; None: rollouts carry ``teacher_logprobs``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
-        keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
+        keep_current: fill :data:`CURRENT_COLUMNS` of the result, for reports; one more collective a minibatch.
 
     Raises:
         ConfigurationError: the configuration needs a reference policy and none is given, or the loss cannot be combined
@@ -137,21 +140,22 @@ class ActorStep:
             with clock.phase("teacher"):
                 rollouts = self._with_teacher(rollouts, self.teacher)
         check_rollouts(rollouts, self.config.loss)
-        rollouts = self._with_advantages(rollouts)
-        current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
+        rollouts = with_advantages(rollouts, self.config.advantages)
+        current = {name: torch.zeros(rollouts.tokens.numel()) for name in self._kept_columns}
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
                 found, values = self._update(rollouts.select(indices))
                 metrics = metrics.merge(found)
-                if current is not None and values is not None:
-                    current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
+                rows = ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])
+                for name, column in current.items():
+                    column[rows] = values[name]
             gather_parameters(self.model)
             self.on_phase("update", total, total)
         self.steps += 1
         numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
+        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(**(dict.fromkeys(CURRENT_COLUMNS) | current)))
 
     def _truncated(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, int]:
         _, total_multiple = token_multiples(
@@ -199,26 +203,15 @@ class ActorStep:
             logprobs=self.config.logprobs,
         )
 
-    def _with_advantages(self, rollouts: RolloutBatch) -> RolloutBatch:
-        advantages = compute_advantages(
-            self.config.advantages,
-            rewards=rollouts.rewards,
-            group_ids=rollouts.group_ids,
-            response_mask=rollouts.response_mask,
-            sequence_ids=rollouts.sequence_ids,
-            sample_mask=rollouts.sample_mask,
-            filtered=rollouts.filtering[rollouts.sequence_ids],
-            prev_logprobs=rollouts.prev_logprobs,
-            prev_logprobs_unfiltered=rollouts.prev_logprobs_unfiltered,
-            reference_logprobs=rollouts.reference_logprobs,
-            teacher_logprobs=rollouts.teacher_logprobs,
-            values=rollouts.values,
-            reward_components=rollouts.reward_components,
-        )
-        return rollouts.with_columns(advantages=advantages)
+    @property
+    def _kept_columns(self) -> tuple[str, ...]:
+        """What the loss saw of the current policy and a result keeps."""
+        if not self.keep_current:
+            return ()
+        return CURRENT_COLUMNS if self.config.loss.entropy_coef > 0 else CURRENT_COLUMNS[:2]
 
-    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, Tensor | None]:
-        """One optimizer step on one minibatch; its metrics, and its current log-probabilities where they are kept."""
+    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, dict[str, Tensor]]:
+        """One optimizer step on one minibatch; its metrics, and the columns that are kept."""
         minibatch = prepare_minibatch(
             rollouts,
             microbatch=self.config.microbatch,
@@ -251,11 +244,16 @@ class ActorStep:
                 chunk.scale_gradients(rescale)  # type: ignore[operator]
             value /= outcome.survivors or loss.rollout_count or 1
         metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
-        return metrics, self._current(records, rollouts) if self.keep_current else None
+        return metrics, self._current(records, rollouts)
 
-    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> Tensor:
+    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> dict[str, Tensor]:
+        names = self._kept_columns
+        if not names:
+            return {}
         pieces = [(record.batch, record.logprobs) for record in records]
-        return gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device)[0]
+        entropy = "entropy" in names
+        values = gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device, entropy=entropy)
+        return {name: column for name, column in zip(CURRENT_COLUMNS, values, strict=True) if column is not None}
 
     def _finite_grad_norm(self) -> float:
         """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""
@@ -285,3 +283,27 @@ class ActorStep:
                 "skipped_updates": Sum(int(not applied)),
             }
         )
+
+
+def with_advantages(rollouts: RolloutBatch, config: Advantages) -> RolloutBatch:
+    """The batch with its advantages.
+
+    Raises:
+        ConfigurationError: a column that the estimator reads is missing.
+    """
+    advantages = compute_advantages(
+        config,
+        rewards=rollouts.rewards,
+        group_ids=rollouts.group_ids,
+        response_mask=rollouts.response_mask,
+        sequence_ids=rollouts.sequence_ids,
+        sample_mask=rollouts.sample_mask,
+        filtered=rollouts.filtering[rollouts.sequence_ids],
+        prev_logprobs=rollouts.prev_logprobs,
+        prev_logprobs_unfiltered=rollouts.prev_logprobs_unfiltered,
+        reference_logprobs=rollouts.reference_logprobs,
+        teacher_logprobs=rollouts.teacher_logprobs,
+        values=rollouts.values,
+        reward_components=rollouts.reward_components,
+    )
+    return rollouts.with_columns(advantages=advantages)

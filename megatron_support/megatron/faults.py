@@ -23,17 +23,27 @@ _REMEDY = {
 }
 
 
-def check_rollouts(rollouts: RolloutBatch, config: ActorLossConfig) -> None:
+def check_rollouts(rollouts: RolloutBatch, config: ActorLossConfig, *, current: bool = False) -> None:
     """Refuse a batch whose columns hold a fault at a token that the loss reads.
 
     Every rank holds the same batch, so all of them raise the same error and no collective is needed.
 
+    Args:
+        rollouts: the batch.
+        config: what the loss reads.
+        current: whether the loss will read the batch's own columns of the current policy, and its advantages.
+
     Raises:
         LogprobFault: naming sample, token, which log-probability, value and remedy.
     """
+    columns = ("curr_logprobs", "curr_logprobs_unfiltered", "entropy", "advantages")
     found = describe_faults(
         config,
-        curr_logprobs=torch.zeros(rollouts.tokens.numel()),
+        **(
+            {name: getattr(rollouts, name) for name in columns}
+            if current
+            else {"curr_logprobs": torch.zeros(len(rollouts.tokens))}
+        ),
         response_mask=rollouts.response_mask,
         sample_mask=rollouts.sample_mask,
         sequence_ids=rollouts.sequence_ids,

@@ -89,13 +89,18 @@ def compute_logprobs(
 
     with torch.no_grad(), evaluating(model):
         results = run_schedule(model, minibatch, forward_step, forward_only=True)
-    filtered, unfiltered = gather_logprobs(results, rollouts.tokens.numel(), groups, model.device)
+    filtered, unfiltered, _ = gather_logprobs(results, rollouts.tokens.numel(), groups, model.device)
     return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
 
 
 def gather_logprobs(
-    pieces: Sequence[tuple[TokenBatch, TokenLogprobs]], total: int, groups: ParallelGroups, device: torch.device
-) -> Tensor:
+    pieces: Sequence[tuple[TokenBatch, TokenLogprobs]],
+    total: int,
+    groups: ParallelGroups,
+    device: torch.device,
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probabilities of microbatches, put back in the batch's order on every rank. Collective.
 
     Args:
@@ -103,16 +108,20 @@ def gather_logprobs(
         total: N, tokens of the batch.
         groups: the ranks' layout.
         device: of the microbatches.
+        entropy: whether the pieces have one; the same on every rank.
 
     Returns:
-        fp32 ``[2, N]`` on the host, filtered and unfiltered; 0 outside responses.
+        fp32 ``[N]`` each on the host: filtered, unfiltered, and the entropy or None; 0 outside responses.
     """
-    columns = torch.zeros(2, total + 1, dtype=torch.float32, device=device)  # the last entry takes padding
+    columns = torch.zeros(
+        3 if entropy else 2, total + 1, dtype=torch.float32, device=device
+    )  # the last entry takes padding
     for batch, values in pieces:
         index = torch.where(batch.targets >= 0, batch.token_index, total)
-        rows = torch.stack([values.filtered, values.unfiltered])
+        rows = torch.stack([values.filtered, values.unfiltered, *([] if values.entropy is None else [values.entropy])])
         columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
-    return _everywhere(columns[:, :total].contiguous(), groups).cpu()
+    filtered, unfiltered, *rest = _everywhere(columns[:, :total].contiguous(), groups).cpu()
+    return filtered, unfiltered, rest[0] if rest else None
 
 
 def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> RolloutBatch:

@@ -20,7 +20,7 @@ tensor factories, ``.to``, ``.cuda()``         a torch function mode sends devic
 =============================================  ======================================================================
 
 ``dist_checkpointing`` moreover starts a ``spawn`` manager process to hold one results queue, which imports ``__main__``
-again (5 s for each save). On the CPU it gets an in-process queue, which serves synchronous saves.
+again (5 s) and outlives a killed rank. On the CPU it gets a queue in an unlinked file, which a forked writer shares.
 
 Independent of the device :func:`setup_host` also corrects Megatron-Core itself:
 
@@ -39,7 +39,6 @@ import copy
 import importlib.util
 import logging
 import os
-import queue
 import sys
 import types
 import warnings
@@ -54,6 +53,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.file_queue import FileQueue
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ def _install_cpu_shim(patches: _Patches) -> None:
     level = random_logger.level
     random_logger.setLevel(logging.ERROR)
     patches.on_undo(lambda: random_logger.setLevel(level))
-    _use_in_process_checkpoint_queue(patches)
+    _use_file_checkpoint_queue(patches)
     _give_expert_dispatch_its_counts(patches)
     mode = _CudaToCpu()
     mode.__enter__()
@@ -419,10 +419,18 @@ def _give_expert_dispatch_its_counts(patches: _Patches) -> None:
     patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", on_host)
 
 
-def _use_in_process_checkpoint_queue(patches: _Patches) -> None:
+def _use_file_checkpoint_queue(patches: _Patches) -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
-    results: queue.Queue = queue.Queue()
+    queues: dict[int, FileQueue] = {}
+
+    def own_queue(*args: Any, **kwargs: Any) -> FileQueue:
+        """Of this process: ranks may have been forked after the patch."""
+        pid = os.getpid()
+        if pid not in queues:
+            queues[pid] = FileQueue()
+        return queues[pid]
+
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # the name differs between releases
         if hasattr(filesystem_async, name):
-            patches.set(filesystem_async, name, lambda *args, **kwargs: results)
+            patches.set(filesystem_async, name, own_queue)

@@ -18,8 +18,10 @@ PER_TOKEN = (
     "prev_logprobs",
     "prev_logprobs_unfiltered",
     "curr_logprobs",
+    "curr_logprobs_unfiltered",
     "reference_logprobs",
     "teacher_logprobs",
+    "entropy",
     "values",
     "advantages",
 )
@@ -79,9 +81,12 @@ class RolloutBatch:
     prev_logprobs_unfiltered: Tensor | None = None
     curr_logprobs: Tensor | None = None
     """fp32 ``[N]``, what the loss of the last pass saw, under the filter; kept for reports, no term reads it."""
+    curr_logprobs_unfiltered: Tensor | None = None
     reference_logprobs: Tensor | None = None
     """fp32 ``[N]``, unfiltered."""
     teacher_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    """fp32 ``[N]``, of the current policy over the whole vocabulary, in nats."""
     reward_components: Tensor | None = None
     """fp32 ``[S, K]``, what ``rewards`` is made of; read by GDPO."""
     values: Tensor | None = None

@@ -26,8 +26,10 @@ OPTIONAL_TOKEN_COLUMNS = (
     "prev_logprobs",
     "prev_logprobs_unfiltered",
     "curr_logprobs",
+    "curr_logprobs_unfiltered",
     "reference_logprobs",
     "teacher_logprobs",
+    "entropy",
     "values",
     "advantages",
 )

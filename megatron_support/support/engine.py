@@ -15,7 +15,7 @@ from megatron_support.support.selection import (
     ALL_TIES,
     Boundary,
     Filters,
-    exp_difference,
+    Listing,
     top_k_boundary,
     top_p_boundary,
     trim,
@@ -23,6 +23,7 @@ from megatron_support.support.selection import (
 )
 from megatron_support.support.statistics import Statistics, measure
 from megatron_support.support.vocabulary import VocabularyShard
+from megatron_support.support.windows import Windows
 from megatron_support.types import RolloutSupport
 
 _SELECTED_AT_ONCE = 1 << 20
@@ -92,8 +93,7 @@ def find_support(
         entropy: whether to compute the entropy.
         listed: whether to keep the list of kept logits for a sparse backward pass.
     """
-    wanted = filters.candidates if filters else 0
-    found = measure(rows, targets, shard, wanted, entropy=entropy, ids=listed and filters is not None)
+    found = measure(rows, targets, shard, filters, entropy=entropy, ids=listed and filters is not None)
     if filters is None:
         return _whole(found, found.normalizer.log())
     boundary, inside = _boundaries(rows, found, shard, filters)
@@ -130,7 +130,7 @@ def replay_support(
     sets = local_sets(replayed, rows.index, shard)
     values = set_values(rows, sets)
     companion = set_maximum(values, sets)
-    found = measure(rows, targets, shard, 0, entropy=entropy, ids=False, companion=companion)
+    found = measure(rows, targets, shard, None, entropy=entropy, ids=False, companion=companion)
     assert found.companion is not None
     log_normalizer = found.normalizer.log()
     log_kept = set_log_mass(values, sets, found.companion, found.maximum, log_normalizer, shard)
@@ -162,40 +162,49 @@ def _entropy(found: Statistics) -> Tensor | None:
 
 def _boundaries(rows: Rows, found: Statistics, shard: VocabularyShard, filters: Filters) -> tuple[Boundary, Tensor]:
     """All rows' boundaries, and whether all kept logits of a row are among its candidates."""
-    assert found.gathered is not None
-    ranks, count, held = found.gathered.shape
-    step = max(1, _SELECTED_AT_ONCE // (ranks * held))
+    count = found.maximum.numel()
+    step = count
+    if found.gathered is not None:
+        step = max(1, _SELECTED_AT_ONCE // (found.gathered.shape[0] * found.gathered.shape[2]))
     parts = [_boundary(rows, slice(i, min(i + step, count)), found, shard, filters) for i in range(0, count, step)]
     names = ("value", "mass_above", "ties", "kept_ties")
     boundary = Boundary(*(torch.cat([getattr(part, n) for part, _ in parts]) for n in names))
     return boundary, torch.cat([inside for _, inside in parts])
 
 
-def _boundary(
-    rows: Rows, at: slice, found: Statistics, shard: VocabularyShard, filters: Filters
-) -> tuple[Boundary, Tensor]:
+def _listings(found: Statistics, at: slice, shard: VocabularyShard) -> Windows:
+    """What is known about the largest logits of some rows."""
+    if found.windows is not None:
+        return found.windows.at(at)
     assert found.gathered is not None
-    gathered, maximum, normalizer = found.gathered[:, at], found.maximum[at], found.normalizer[at]
-    filters = filters.at(at)
+    gathered, maximum = found.gathered[:, at], found.maximum[at]
     cut_short = [rank for rank in range(shard.ranks) if gathered.shape[2] < shard.width_of(rank)]
     bound = gathered[cut_short, :, -1].amax(0) if cut_short else torch.full_like(maximum, -torch.inf)
     candidates = gathered.transpose(0, 1).flatten(1)
     if shard.ranks > 1:
         candidates = candidates.sort(-1, descending=True).values
-    cumulative = exp_difference(candidates, maximum[:, None]).cumsum(1)
+    listing = Listing.of(candidates, maximum, bound)
+    return Windows(bound, listing, listing)
+
+
+def _boundary(
+    rows: Rows, at: slice, found: Statistics, shard: VocabularyShard, filters: Filters
+) -> tuple[Boundary, Tensor]:
+    maximum, normalizer = found.maximum[at], found.normalizer[at]
+    filters = filters.at(at)
+    listings = _listings(found, at, shard)
     # a row with a NaN or without a finite logit has no support to find, and its outputs are NaN
     sound = torch.isfinite(normalizer)
-    top_k, k_unknown = top_k_boundary(candidates, cumulative, bound, normalizer, filters)
+    top_k, k_unknown = top_k_boundary(listings.k, normalizer, filters)
     k_unknown &= sound
     _count_ties(rows, at, top_k, k_unknown, shard, filters)
     _refine_top_k(rows, at, top_k, k_unknown, maximum, shard, filters)
     if filters.top_p is None:
         final = top_k
     else:
-        final, p_unknown = top_p_boundary(candidates, cumulative, bound, maximum, top_k, filters)
-        held = torch.where(candidates > bound[:, None], exp_difference(candidates, maximum[:, None]), 0.0).sum(1)
-        _refine_top_p(rows, at, final, p_unknown & sound, top_k, (bound, held), found, shard, filters)
-    return final, final.value > bound
+        final, p_unknown = top_p_boundary(listings.p, maximum, top_k, filters)
+        _refine_top_p(rows, at, final, p_unknown & sound, top_k, listings.p, found, shard, filters)
+    return final, final.value > listings.last
 
 
 def _entries(at: slice, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,16 +258,12 @@ def _refine_top_p(
     final: Boundary,
     unknown: Tensor,
     top_k: Boundary,
-    held: tuple[Tensor, Tensor],
+    listing: Listing,
     found: Statistics,
     shard: VocabularyShard,
     filters: Filters,
 ) -> None:
-    """Find, in place, the top-p boundaries that are not among the candidates.
-
-    Args:
-        held: the candidates' bound and the mass of those above it.
-    """
+    """Find, in place, the top-p boundaries that are not listed."""
     local, entries = _entries(at, unknown)
     if not local.numel():
         return
@@ -266,9 +271,9 @@ def _refine_top_p(
     maximum, normalizer = found.maximum[entries], found.normalizer[entries]
     stage = Boundary(*(t[local] for t in (top_k.value, top_k.mass_above, top_k.ties, top_k.kept_ties)))
     amount = filters.top_p[local] * stage.mass(maximum)
-    bound, mass = held[0][local], held[1][local]
-    # all logits were candidates and rounding left the need unreached: start from the top
-    whole = bound == -torch.inf
+    bound, mass = listing.bound[local], listing.held()[local]
+    # the whole row is listed and rounding left the need unreached, or the boundary is above the list: from the top
+    whole = (bound == -torch.inf) | (mass >= amount)
     need = Need(
         amount=amount,
         by_count=False,
