@@ -128,5 +128,8 @@ def _examine(
 
 
 def _sampling_of(batch: TokenBatch, rows: Tensor) -> SamplingParams:
-    fields = (batch.sampling.temperature, batch.sampling.top_k, batch.sampling.top_p)
-    return SamplingParams(*(value[rows] if isinstance(value, Tensor) else value for value in fields))
+    def take(value: Any) -> Any:
+        return value[rows] if isinstance(value, Tensor) else value
+
+    sampling = batch.sampling
+    return SamplingParams(take(sampling.temperature), take(sampling.top_k), take(sampling.top_p))
