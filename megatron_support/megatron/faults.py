@@ -13,7 +13,7 @@ from megatron_support.errors import LogprobFault
 from megatron_support.loss import TokenFault, describe_faults
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.support import check_support
+from megatron_support.support import check_support, packed_names
 
 _REMEDY = {
     "curr_logprobs": "check the weights, the learning rate and the logits of this microbatch",
@@ -67,7 +67,7 @@ def check_replayed(rollouts: RolloutBatch, vocab_size: int) -> None:
     if rollouts.support is None:
         return
     targets = torch.where(rollouts.response_mask, rollouts.tokens, -1)
-    check_support(rollouts.support, targets, vocab_size, name=lambda token: _place(token, rollouts))
+    check_support(rollouts.support, targets, vocab_size, name=packed_names(rollouts.cu_seqlens, rollouts.sample_ids))
 
 
 def raise_faults(
@@ -96,13 +96,8 @@ def raise_faults(
 def _name(fault: TokenFault, token: int, rollouts: RolloutBatch) -> str:
     """``token``: index into the batch's flat storage."""
     remedy = _REMEDY.get(fault.name, "correct it")
-    return f"{fault.name} of {_place(token, rollouts)} is {fault.value}; {fault.rule}; {remedy}"
-
-
-def _place(token: int, rollouts: RolloutBatch) -> str:
-    """Sample and position of an entry of the batch's flat storage."""
-    sequence = int(torch.searchsorted(rollouts.cu_seqlens, token, right=True)) - 1
-    return f"sample {rollouts.sample_ids[sequence]!r}, token {token - int(rollouts.cu_seqlens[sequence])}"
+    place = packed_names(rollouts.cu_seqlens, rollouts.sample_ids)(token)
+    return f"{fault.name} of {place} is {fault.value}; {fault.rule}; {remedy}"
 
 
 def _message(names: Sequence[str], limit: int = 5) -> str:
