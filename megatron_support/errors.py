@@ -34,5 +34,9 @@ class GradientFault(Fault):
     """The gradient is not finite although every log-probability is."""
 
 
+class PeerError(RuntimeError):
+    """Another rank has failed, by an exception that is none of ours; that rank tells the user."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written: the disk is full, or the folder is gone or closed to us."""

@@ -466,6 +466,9 @@ class Recipe(StrictModel):
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_minutes: PositiveFloat = 30.0
+    """Longest wait of a rank for the others in one collective. A rank that fails ends the others in seconds whatever it
+    is; this is for one that hangs."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerSettings

@@ -85,13 +85,21 @@ def raise_together(error: Exception | None, group: ProcessGroup | None, device: 
     if not failed.item():
         return
     gathered: list[tuple[str, str] | None] = [None] * group.size()
-    dist.all_gather_object(gathered, None if error is None else (_kind(error), str(error)), group=group)
+    dist.all_gather_object(
+        gathered, None if error is None else (kind_of(error) or "RuntimeError", str(error)), group=group
+    )
     reports = [report for report in gathered if report is not None]
     kind, message = reports[0]
     others = len({report for report in reports if report != reports[0]})
     suffix = f"\n(and {others} more on other ranks)" if others else ""
-    raise _KINDS[kind](message + suffix) from error
+    raise error_like(kind, message + suffix) from error
 
 
-def _kind(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+def kind_of(error: Exception) -> str | None:
+    """Name of the nearest type that other ranks can raise too; None for an exception from elsewhere."""
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
+
+
+def error_like(kind: str, message: str) -> Exception:
+    """An exception of a kind that :func:`kind_of` has named."""
+    return _KINDS[kind](message)

@@ -17,7 +17,7 @@ from megatron_support.megatron.gather import gather_columns, logprob_rows
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.metrics import Sum
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.support import check_support
+from megatron_support.support import check_support, packed_names
 
 CURRENT_COLUMNS = ("curr_logprobs", "curr_logprobs_unfiltered", "entropy")
 """What the loss saw of the current policy."""
@@ -198,15 +198,16 @@ def check_replayed(rollouts: RolloutBatch, vocab_size: int) -> None:
     if rollouts.support is None:
         return
     targets = torch.where(rollouts.response_mask, rollouts.tokens, -1)
-    check_support(rollouts.support, targets, vocab_size, name=lambda token: _place(token, rollouts))
+    check_support(rollouts.support, targets, vocab_size, name=packed_names(rollouts.cu_seqlens, rollouts.sample_ids))
 
 
 def _name(fault: TokenFault, rollouts: RolloutBatch, rank_of: Callable[[int], int] | None) -> str:
     token = fault.position
     remedy = _REMEDY.get(fault.name, "correct it")
     rank = "" if rank_of is None else f" (rank {rank_of(token)})"
+    place = packed_names(rollouts.cu_seqlens, rollouts.sample_ids)(token)
     around = _neighbours(getattr(rollouts, fault.name, None), token, rollouts)
-    return f"{fault.name} of {_place(token, rollouts)} is {fault.value}{around}; {fault.rule}; {remedy}{rank}"
+    return f"{fault.name} of {place} is {fault.value}{around}; {fault.rule}; {remedy}{rank}"
 
 
 def _neighbours(column: Tensor | None, token: int, rollouts: RolloutBatch) -> str:
@@ -221,12 +222,6 @@ def _neighbours(column: Tensor | None, token: int, rollouts: RolloutBatch) -> st
         and int(rollouts.sequence_ids[t]) == int(rollouts.sequence_ids[token])
     ]
     return f" ({', '.join(beside)})" if beside else ""
-
-
-def _place(token: int, rollouts: RolloutBatch) -> str:
-    """Sample and position of an entry of the batch's flat storage."""
-    sequence = int(torch.searchsorted(rollouts.cu_seqlens, token, right=True)) - 1
-    return f"sample {rollouts.sample_ids[sequence]!r}, token {token - int(rollouts.cu_seqlens[sequence])}"
 
 
 def _message(names: Sequence[str], limit: int = 5) -> str:

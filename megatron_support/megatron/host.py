@@ -194,10 +194,17 @@ def stop_distributed() -> None:
 
 
 @contextlib.contextmanager
-def running_host(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Host]:
-    """A host with torch.distributed up for the length of a ``with`` block."""
+def running_host(
+    device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout: timedelta = timedelta(minutes=30)
+) -> Iterator[Host]:
+    """A host with torch.distributed up for the length of a ``with`` block.
+
+    Args:
+        device: as for :func:`setup_host`.
+        timeout: longest wait of one collective for its ranks.
+    """
     host = setup_host(device)
-    start_distributed(host)
+    start_distributed(host, timeout=timeout)
     try:
         yield host
     finally:

@@ -83,9 +83,8 @@ def measure(
         for chunk in rows.chunks:
             maximum[chunk.at] = _largest(rows.scaled(chunk), search, chunk.at)
         if around is not None and filters is not None and local is not None:
-            sent = [maximum[:, None], _last(local, shard), *describe(local.values, around)]
-            maxima, lasts, *described = shard.gather_together(*sent)
-            maximum, last = maxima.amax(0).squeeze(1), lasts.amax(0).squeeze(1)
+            lasts, *described = shard.gather_together(_last(local, shard), *describe(local.values, around))
+            maximum, last = described[0].amax(0).squeeze(1), lasts.amax(0).squeeze(1)
             limit = limits(described, maximum, around, filters)
         elif companion is None:
             maximum = shard.maximum(maximum)

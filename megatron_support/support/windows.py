@@ -10,6 +10,7 @@ and the row goes on to :mod:`refine`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,16 @@ _LOWEST_CODE = -32768
 _FEWEST_CANDIDATES = 144
 """Gathering fewer candidates than this takes less than the 0.6 KB a token of what is done here for a top-k of 1,000."""
 
+_SPARE_PLACES = 5
+
 _MOST_TIMES = 255
 """Of more logits that are equal on a rank, this many are sent and the value is taken for incomplete."""
 
 _ROUNDING = 2.0**-14
 """Relative; how much the mass that top-p needs is lowered for the codes' rounding."""
+
+_ELEMENTS = 1 << 17
+"""Candidates worked on at a time, which bounds the memory for their float64 masses."""
 
 _BEYOND = 1e30
 """Stands for the logits after the last described one."""
@@ -56,18 +62,18 @@ class WindowPlan:
         """The plan with the fewest bytes; None where all ``held`` candidates are gathered.
 
         Between a limit and its boundary lie up to ``spacing`` logits for each rank, of all ranks together. With two
-        ranks, ``2 * spacing`` places would always do; ranks seldom hold the most unequal shares of them.
+        ranks, ``2 * spacing`` places would always do; a rank's share of them is seldom so large.
         """
-        few = shard.ranks == 1 or held <= _FEWEST_CANDIDATES or filters.top_k is None
+        top_k = filters.top_k
         # sums of float64 masses depend on their order
-        if few or dtype == torch.float64 or not bool(filters.k_active(filters.top_k).all()):
+        if shard.ranks == 1 or held <= _FEWEST_CANDIDATES or top_k is None or dtype == torch.float64:
             return None
-        described = min(int(filters.top_k.max()), held)
-        if int(filters.top_k.max()) > held:
+        described = int(top_k.max())
+        if described > held or not bool(filters.k_active(top_k).all()):
             return None
-        share = 0.75 + shard.ranks / 2
+        share = (1 + shard.ranks) / 2
         spacing = max(2, round(math.sqrt(4 * described / (10 * share))))
-        return cls(described, spacing, math.ceil(share * spacing) + 1, filters.top_p is not None)
+        return cls(described, spacing, math.ceil(share * spacing) + _SPARE_PLACES, filters.top_p is not None)
 
     def positions(self, device: torch.device) -> Tensor:
         """int64 ``[n]``: places of the logits sent, among a rank's own in descending order."""
@@ -93,12 +99,23 @@ class Windows:
         return Windows(self.last[entries], self.k.at(entries), self.p.at(entries))
 
 
+def _in_parts(function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
+    """``function(*tensors)``, a few rows at a time."""
+    step = max(1, _ELEMENTS // tensors[0].shape[1])
+    parts = [function(*part) for part in zip(*(tensor.split(step) for tensor in tensors), strict=True)]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
 def describe(values: Tensor, plan: WindowPlan) -> list[Tensor]:
     """This rank's part of the first collective, ``[A, n]`` each: ends of the scale, and the logits and masses.
 
     Args:
         values: ``[A, K]``, the rank's candidates, descending.
     """
+    return _in_parts(lambda values: _describe(values, plan), values)
+
+
+def _describe(values: Tensor, plan: WindowPlan) -> list[Tensor]:
     sent = values[:, plan.positions(values.device)]
     first, lowest = sent[:, :1], sent.masked_fill(sent == -torch.inf, torch.inf).amin(1, keepdim=True)
     span = (first.double() - lowest.double()).clamp(min=torch.finfo(torch.float64).tiny)
@@ -180,16 +197,24 @@ def window(values: Tensor, limit: Tensor, maximum: Tensor, plan: WindowPlan, *, 
     Returns:
         Count and mass above the limit, the bound above which nothing is missing, distinct values and their times.
     """
+
+    def part(values: Tensor, limit: Tensor, maximum: Tensor) -> list[Tensor]:
+        return _window(values, limit, maximum, plan.places, all_held)
+
+    return _in_parts(part, values, limit, maximum)
+
+
+def _window(values: Tensor, limit: Tensor, maximum: Tensor, places: int, all_held: bool) -> list[Tensor]:
     above = values > limit[:, None]
     count = above.sum(1, keepdim=True)
     mass = torch.where(above, row_mass(values, maximum), 0.0).sum(1, keepdim=True)
     group = torch.cat([torch.zeros_like(count), (values[:, 1:] < values[:, :-1]).cumsum(1)], 1)
     place = group - group.gather(1, count.clamp(max=values.shape[1] - 1))
-    outside = above | (place >= plan.places)
-    place = place.masked_fill(outside, plan.places)
-    distinct = torch.full((values.shape[0], plan.places + 1), -torch.inf, dtype=values.dtype, device=values.device)
+    outside = above | (place >= places)
+    place = place.masked_fill(outside, places)
+    distinct = torch.full((values.shape[0], places + 1), -torch.inf, dtype=values.dtype, device=values.device)
     distinct = distinct.scatter_(1, place, values)[:, :-1]
-    times = torch.zeros(distinct.shape[0], plan.places + 1, dtype=torch.int64, device=values.device)
+    times = torch.zeros(distinct.shape[0], places + 1, dtype=torch.int64, device=values.device)
     times = times.scatter_add_(1, place, torch.ones_like(place))[:, :-1]
     bound = values.masked_fill(~(outside & ~above), -torch.inf).amax(1, keepdim=True)
     bound = torch.maximum(bound, distinct.masked_fill(times <= _MOST_TIMES, -torch.inf).amax(1, keepdim=True))

@@ -98,6 +98,16 @@ class RunFolder:
         """The rollouts of the last step, with the log-probabilities and advantages that it used."""
         write_rollouts(self.path / ROLLOUTS, rollouts)
 
+    def write_fault(self, step: int, rollouts: RolloutBatch) -> None:
+        """The samples at fault in one step; ``megatron-support replay`` reads them."""
+        if not self.path.exists():
+            self._make()
+        write_rollouts(self.fault_path(step), rollouts)
+
+    def fault_path(self, step: int) -> Path:
+        """Where :meth:`write_fault` writes."""
+        return self.path / f"fault_step_{step}.jsonl"
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         replace_file(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
 

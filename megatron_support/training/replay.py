@@ -64,6 +64,7 @@ def replay(config: ReplayConfig, rollouts: RolloutBatch) -> Replay:
         LogprobFault: a number that must be finite is not, by sample and token.
     """
     if rollouts.curr_logprobs is None:
+        check_rollouts(rollouts, config.loss)  # a fault that ended the step before its loss
         raise ConfigurationError(
             "a replay needs the column curr_logprobs, got none; take rollouts_last_step.jsonl of a run with "
             "logging.tokens true, or add it with: megatron-support score FILE RECIPE --role current"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_support.config.recipe import Recipe
+from megatron_support.distributed.board import one_error
 from megatron_support.distributed.errors import decide_together
 from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.errors import CheckpointError, Fault
 from megatron_support.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_support.megatron.host import Host, running_host
 from megatron_support.megatron.parallel import initialize_parallel
@@ -45,7 +48,9 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
     Raises:
         ConfigurationError, RolloutError, LogprobFault, CheckpointError: on every rank with the same message.
     """
-    with running_host(recipe.device) as host, StopSignals(enabled=recipe.checkpoint.every is not None) as signals:
+    timeout = timedelta(minutes=recipe.timeout_minutes)
+    signalled = StopSignals(enabled=recipe.checkpoint.every is not None)
+    with running_host(recipe.device, timeout=timeout) as host, one_error(), signalled as signals:
         checked = decide_together(lambda: check_recipe(recipe, dist.get_world_size()), device=host.device)
         groups = initialize_parallel(recipe.parallel)
         view = _LateView(on_phase)
@@ -111,6 +116,18 @@ class _Loop:
         self.checkpoints.last(done, self.history.to_dict)
         return done, signal
 
+    def _reported(self, step: int, fault: Fault) -> Fault:
+        """The same fault with its step, and with a file of the samples at fault. Collective."""
+        message = f"step {step}: {fault}"
+        if fault.rollouts is not None:
+            path = self.folder.fault_path(step)
+            try:
+                self.disk.write(lambda: self.folder.write_fault(step, fault.rollouts))
+                message += f"\nthe samples at fault are in {path}; look at them with: megatron-support replay {path}"
+            except CheckpointError as error:
+                message += f"\nthe samples at fault could not be kept: {error}"
+        return type(fault)(message, rollouts=fault.rollouts)
+
     def _step(self, step: int, watch: Watch) -> None:
         training, history = self.training, self.history
         watch.profiler.before(step)
@@ -118,7 +135,10 @@ class _Loop:
         with torch.profiler.record_function("megatron_support/rollouts"):
             rollouts = training.source.rollouts(step - 1)
         sampled = time.perf_counter()
-        result = training.actor_step.step(rollouts)
+        try:
+            result = training.actor_step.step(rollouts)
+        except Fault as fault:
+            raise self._reported(step, fault) from fault
         end = time.perf_counter()
         tokens = history.add(step, result, epochs=self.recipe.train.epochs)
         values = {

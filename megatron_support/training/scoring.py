@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_support.config.recipe import Recipe
+from megatron_support.distributed.board import one_error
 from megatron_support.distributed.errors import decide_together
 from megatron_support.errors import ConfigurationError, RolloutError
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs
@@ -69,7 +71,7 @@ def score(recipe: Recipe, path: str, output: str, role: str, console: Console) -
     Raises:
         ConfigurationError, RolloutError: on every rank with the same message. ``output`` is then as it was.
     """
-    with running_host(recipe.device) as host:
+    with running_host(recipe.device, timeout=timedelta(minutes=recipe.timeout_minutes)) as host, one_error():
         rollouts = decide_together(lambda: check_scoring(recipe, path, dist.get_world_size()), device=host.device)
         decide_together(lambda: _check_output(output), device=host.device)
         groups = initialize_parallel(recipe.parallel)

@@ -87,7 +87,7 @@ def start(program: list[str], folder: Path, address: str) -> None:
         "MASTER_ADDR": address,
         "MASTER_PORT": str(free_port()),
         "MAX_RESTARTS": "0",
-        "JOIN_TIMEOUT": "60",
+        "JOIN_TIMEOUT": "120",
     }
     command = [str(ROOT / "scripts/train_multinode.sh"), *TRAIN, f"logging.run_dir={folder}"]
     environment = {**os.environ, **variables}
@@ -100,7 +100,7 @@ def start(program: list[str], folder: Path, address: str) -> None:
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()  # --kill-child, or the trap, ends the rest
         raise

@@ -1,6 +1,7 @@
 """scripts/train.sh and scripts/train_multinode.sh: the command they make of the environment, and what they refuse."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -118,6 +119,13 @@ def test_a_port_in_use_is_named():
         port = str(listener.getsockname()[1])
         done = script("train_multinode.sh", RECIPE, **{**NODE, "NODE_RANK": "0", "MASTER_PORT": port})
     assert done.returncode == 2 and f"MASTER_PORT={port} is in use on this machine" in done.stderr
+
+
+def test_the_table_has_every_script():
+    page = (ROOT / "scripts/README.md").read_text()
+    named = set(re.findall(r"^\| `([\w.]+)` \|", page, re.M))
+    scripts = {path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".py", ".sbatch")}
+    assert named == scripts - {"common.sh"}
 
 
 def test_shellcheck_finds_nothing():
