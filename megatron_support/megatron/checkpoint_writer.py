@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import shutil
@@ -34,6 +35,10 @@ _FIRST_RANK_WRITES = (
     ("megatron.core.dist_checkpointing.strategies.common", "TorchCommonSaveStrategy", "save_common"),
     ("megatron.core.dist_checkpointing.strategies.filesystem_async", "FileSystemWriterAsync", "finish"),
     ("megatron.core.dist_checkpointing.serialization", None, "save_config"),
+)
+# 0.19 would take NVIDIA's resiliency extension unless told to use the writer whose queue is used here
+_STRATEGY: Mapping[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
@@ -90,6 +95,7 @@ class CheckpointWriter:
                 async_sharded_save=True,
                 content_metadata=dict(metadata),
                 preprocess_common_before_consistancy_check=_without_rank_values,
+                **_STRATEGY,
             )
 
         self._guarded(prepare)
