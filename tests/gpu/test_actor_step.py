@@ -47,12 +47,20 @@ def test_local_layers_train_as_one_cpu_process_does(machine, expected, name):
         torch.testing.assert_close(found["previous"], expected["previous"], rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_is_near(machine, expected):
+def near(found: torch.Tensor, other: torch.Tensor) -> None:
+    """Log-probabilities of two bf16 passes, or of one and an fp32 one: of random tokens, many of them -inf."""
+    assert (torch.isfinite(found) == torch.isfinite(other)).double().mean() > 0.95
+    both = torch.isfinite(found) & torch.isfinite(other)
+    assert both.double().mean() > 0.5
+    assert (found - other)[both].abs().mean() < 0.05
+
+
+def test_bfloat16_is_near_float32(machine):
+    (single,) = Machine("cpu", 1).run(1, bodies.actor_step, "cpu", LOCAL, steps=1)
     (found,) = machine.run(1, bodies.actor_step, machine.kind, {**LOCAL, "dtype": "bfloat16"}, steps=1)
-    previous, other = found["previous"], expected["previous"]
-    both = torch.isfinite(previous) & torch.isfinite(other)
-    assert both.double().mean() > 0.9
-    assert math.isfinite(found["metrics"]["loss"]) and found["metrics"]["grad_norm"] > 0
+    near(found["previous"], single["previous"])
+    assert found["metrics"]["grad_norm"] == pytest.approx(single["metrics"]["grad_norm"], rel=0.2)
+    assert math.isfinite(found["metrics"]["loss"])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -68,10 +76,7 @@ def test_transformer_engine_layers_are_near_local_ones(machine, layout):
         (results[name],) = machine.run(1, bodies.actor_step, machine.kind, setup, steps=1)
     local, engine = results["local"], results["transformer_engine"]
     assert "transformer_engine" in engine["layers"]
-    both = torch.isfinite(local["previous"]) & torch.isfinite(engine["previous"])
-    assert both.double().mean() > 0.9
-    difference = (local["previous"] - engine["previous"])[both].abs()
-    assert difference.mean() < 0.05, "of bf16 log-probabilities"
+    near(engine["previous"], local["previous"])
     assert engine["metrics"]["grad_norm"] == pytest.approx(local["metrics"]["grad_norm"], rel=0.2)
 
 
