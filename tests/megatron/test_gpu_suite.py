@@ -16,7 +16,7 @@ def test_they_pass_on_the_cpu():
     files = [str(ROOT / "tests" / "gpu" / name) for name in FILES]
     chosen = "not (fused_head or padded or tensor_parallel or context_parallel or pipeline_parallel)"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files, "-k", chosen],
         env={**os.environ, "MEGATRON_SUPPORT_TEST_DEVICE": "cpu"},
         cwd=ROOT,
         capture_output=True,
