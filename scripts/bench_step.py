@@ -6,10 +6,11 @@
     python scripts/bench_step.py --quick               # small sizes, no SmolLM2: does it run
 
 The step is watched in one process: every part of it is timed alone, forward and backward (a backward pass changes hands
-where the gradient reaches the log-probabilities, then the model). Beside it runs a plain step on the same microbatches:
-model, output layer, Megatron's cross-entropy, backward, Adam. What the two have in common is compared by nobody; the
-overhead is everything else of ours, plus what the log-probabilities take beyond the plain step's output layer and
-cross-entropy. Times are processor time of one thread, so that other work on the machine adds little.
+where the gradient reaches the log-probabilities, then the model). Beside it runs a plain training step on the same
+microbatches: model, output layer and Megatron's cross-entropy on response tokens, backward, Adam. The overhead is our
+bookkeeping, plus what the log-probabilities of all passes take beyond the plain step's output layer and cross-entropy
+in as many passes; nothing else of the two is compared. Times are processor time of one thread, so that other work on
+the machine adds little.
 
 * ``share``: SmolLM2-135M at 2,048 tokens (scripts/fetch_smollm2.sh installs it), and the quickstart's tiny model.
 * ``growth``: the overhead's time as the tokens of a step grow; the tiny model.
@@ -35,7 +36,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.measure import PeakMemory
-from benchmarks.phases import BOOKKEEPING, COLLECTIVES, CROSS_ENTROPY, LOGPROBS, METRICS, MODEL, PACKING, PLANNING
+from benchmarks.phases import (
+    BOOKKEEPING,
+    COLLECTIVES,
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
+    LOGPROBS,
+    METRICS,
+    MODEL,
+    PACKING,
+    PLANNING,
+    Phases,
+)
 from benchmarks.report import machine, markdown
 from benchmarks.sharing import lengths_of, measure_sharing
 from benchmarks.step_work import (
@@ -44,7 +56,7 @@ from benchmarks.step_work import (
     SMOLLM2,
     build_step,
     random_text,
-    real_text,
+    real_rollouts,
     time_plain_step,
     time_step,
     with_loss,
@@ -87,69 +99,60 @@ def share(options: argparse.Namespace) -> list[str]:
 
 
 def _share(model: str, tokens: int, losses: list[str], turns: int) -> list[str]:
-    length = min(256, tokens)
-    lengths = torch.full((tokens // length,), length)
     rows = []
     with running_host("cpu"):
         if model == "smollm2":
-            step, rollouts = build_step(SMOLLM2, losses[0], tokens), real_text(tokens, length)
+            step, rollouts = build_step(SMOLLM2, losses[0], tokens), real_rollouts(tokens)
         else:
+            lengths = torch.full((tokens // 256,), 256)
             step, rollouts = build_step(QUICKSTART, losses[0], tokens), random_text(lengths, 259)
         few = rollouts.select(torch.arange(1))
         time_plain_step(step, few), time_step(step, few)  # what is made or loaded on first use is not timed
-        plain_memory = PeakMemory()
+        memory = PeakMemory()
         plain = [time_plain_step(step, rollouts) for _ in range(turns)]
-        plain_peak = plain_memory.mib()
+        plain_peak = memory.mib()
         for loss in losses:
             step = with_loss(step, loss)
             memory = PeakMemory()
             ours = [time_step(step, rollouts) for _ in range(turns)]
-            peak = memory.mib()
-            rows.append([loss, *_share_cells(plain, ours), f"{peak:.0f}", f"{plain_peak:.0f}"])
+            passes = 1 + step.config.needs_previous + step.config.needs_reference
+            rows.append([loss, passes, *_share_cells(plain, ours, passes), f"{memory.mib():.0f}", f"{plain_peak:.0f}"])
     name = "SmolLM2-135M" if model == "smollm2" else "The tiny model"
-    parts = ", ".join(BOOKKEEPING)
+    header = ["loss", "passes", "plain training step, s", "actor step, s", "bookkeeping, ms"]
+    header += ["head and log-probabilities, s", "with cross-entropy instead, s"]
+    header += ["bookkeeping / plain training step", "overhead / plain training step", "overhead / actor step"]
+    header += ["peak MiB", "plain step's"]
+    sizes = f"{rollouts.tokens.numel():,} tokens a step, {int(rollouts.response_mask.sum()):,} of them in responses"
     return [
-        f"### {name}, {tokens:,} tokens a step, fp32",
+        f"### {name}, {sizes}, fp32",
         "",
-        f"Bookkeeping: {parts}. The actor step has the previous log-probabilities' pass, too (with all terms the "
-        "reference's as well). Peaks are above what the process held before the step.",
+        f"Bookkeeping: {', '.join(BOOKKEEPING)}. Passes: previous, reference (all terms), update. Peaks are above what "
+        "the process held before the step.",
         "",
-        *markdown(
-            [
-                "loss",
-                "plain step, s",
-                "actor step, s",
-                "bookkeeping, ms",
-                "head and log-probabilities, s",
-                "plain head and cross-entropy, s",
-                "bookkeeping / plain step",
-                "overhead / plain step",
-                "overhead / actor step",
-                "peak MiB",
-                "plain step's",
-            ],
-            rows,
-        ),
+        *markdown(header, rows),
         *_phase_table(plain, ours, losses[-1]),
     ]
 
 
-def _share_cells(plain: list, ours: list) -> list[str]:
-    """Medians over the turns."""
-    middle = statistics.median
-    bookkeeping = middle(sum(p.seconds[name] for name in BOOKKEEPING) for p in ours)
-    logprobs, entropy = middle(p.seconds[LOGPROBS] for p in ours), middle(p.seconds[CROSS_ENTROPY] for p in plain)
-    whole, step = middle(p.total for p in plain), middle(p.total for p in ours)
+def _share_cells(plain: list[Phases], ours: list[Phases], passes: int) -> list[str]:
+    """Medians over the turns. The overhead: bookkeeping, and what log-probabilities take beyond a cross-entropy."""
+    bookkeeping = sum(_median(ours, name) for name in BOOKKEEPING)
+    logprobs = _median(ours, LOGPROBS)
+    entropy = passes * _median(plain, CROSS_ENTROPY) + _median(plain, CROSS_ENTROPY_BACKWARD)
+    whole, step = (statistics.median(p.total for p in side) for side in (plain, ours))
     overhead = bookkeeping + logprobs - entropy
     cells = [f"{whole:.2f}", f"{step:.2f}", milliseconds(bookkeeping), f"{logprobs:.3f}", f"{entropy:.3f}"]
     return [*cells, f"{bookkeeping / whole:.2%}", f"{overhead / whole:+.2%}", f"{overhead / step:+.2%}"]
 
 
-def _phase_table(plain: list, ours: list, loss: str) -> list[str]:
-    names = [*MODEL, CROSS_ENTROPY, LOGPROBS, *BOOKKEEPING]
-    cells = [[milliseconds(statistics.median(p.seconds[n] for p in side)) for n in names] for side in (plain, ours)]
-    rows = [[name, before, after] for name, before, after in zip(names, *cells, strict=True)]
-    return markdown(["phase", "plain step, ms", f"actor step ({loss}), ms"], rows)
+def _median(side: list[Phases], name: str) -> float:
+    return statistics.median(phases.seconds[name] for phases in side)
+
+
+def _phase_table(plain: list[Phases], ours: list[Phases], loss: str) -> list[str]:
+    names = [*MODEL, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, LOGPROBS, *BOOKKEEPING]
+    rows = [[name, *(milliseconds(_median(side, name)) for side in (plain, ours))] for name in names]
+    return markdown(["phase", "plain training step, ms", f"actor step ({loss}), ms"], rows)
 
 
 def growth(options: argparse.Namespace) -> list[str]:
@@ -161,7 +164,7 @@ def growth(options: argparse.Namespace) -> list[str]:
         for tokens in sizes:
             rollouts = random_text(torch.full((max(tokens // 256, 1),), min(tokens, 256)), 259)
             turns = [time_step(step, rollouts) for _ in range(options.turns + 1)][1:]
-            found = [statistics.median(p.seconds[name] for p in turns) for name in BOOKKEEPING]
+            found = [_median(turns, name) for name in BOOKKEEPING]
             rows.append([tokens, *map(milliseconds, found), f"{1e6 * sum(found) / tokens:.1f}"])
     header = ["T", *(f"{name}, ms" for name in BOOKKEEPING), "all, us a token"]
     return ["### Growing T: the tiny model, PPO", "", *markdown(header, rows)]
@@ -198,7 +201,7 @@ def _on_rank(rank: int, world: int, folder: str, tokens: int, turns: int) -> Non
     length = min(256, tokens)
     rollouts = random_text(torch.full((world * tokens // length,), length), 259)
     found = [time_step(step, rollouts) for _ in range(turns + 1)][1:]
-    seconds = {name: statistics.median(p.seconds[name] for p in found) for name in found[0].seconds}
+    seconds = {name: _median(found, name) for name in found[0].seconds}
     ours = (METRICS, COLLECTIVES)
     counted = {"calls": sum(found[0].calls[n] for n in ours), "bytes": sum(found[0].bytes[n] for n in ours)}
     Path(folder, f"{rank}.json").write_text(json.dumps({"seconds": seconds, **counted}))

@@ -272,7 +272,10 @@ class _CudaToCpu(TorchFunctionMode):
     """Sends device "cuda" to the CPU in every torch call of this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        if not kwargs:
+            if func not in _DEVICE_METHODS:  # nearly every call: this runs before each of them
+                return func(*args)
+            kwargs = {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -284,6 +287,10 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+_DEVICE_METHODS = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
+"""What can name a device, or say where a tensor is, without a keyword."""
 
 
 def _is_cuda(device: Any) -> bool:

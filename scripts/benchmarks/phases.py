@@ -18,7 +18,7 @@ from megatron_support.megatron import actor_step, forward, loss_function, miniba
 from megatron_support.megatron.actor_step import ActorStep
 
 FORWARD, BACKWARD, OPTIMIZER, SCHEDULE = "model forward", "model backward", "optimizer", "Megatron's schedule"
-CROSS_ENTROPY = "head and cross-entropy"
+CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD = "head and cross-entropy", "their backward"
 PLANNING, PACKING, LOGPROBS = "planning", "packing", "head and log-probabilities"
 LOSS, METRICS, COLLECTIVES, NORM, REST = "loss", "metrics", "counts and collectives", "gradient check", "other"
 

@@ -22,7 +22,7 @@ from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts import RolloutBatch, read_rollouts
 from megatron_support.types import TokenBatch
 
-from .phases import BACKWARD, CROSS_ENTROPY, FORWARD, OPTIMIZER, SCHEDULE, Phases, watching
+from .phases import BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, FORWARD, OPTIMIZER, SCHEDULE, Phases, watching
 
 Clock = Callable[[], float]
 
@@ -55,11 +55,16 @@ LOSSES: dict[str, dict[str, Any]] = {
 """``all terms``: PPO with a reference KL (one more forward pass), truncated importance weights and an entropy bonus."""
 
 
-def real_text(tokens: int, length: int) -> RolloutBatch:
-    """Sequences of ``length`` tokens of SmolLM2's own rollouts end to end; after an eighth of each, response tokens."""
+def real_rollouts(tokens: int) -> RolloutBatch:
+    """SmolLM2's own rollouts, again and again, as many as ``tokens`` tokens hold.
+
+    Rewards differ inside every group: a group of equal ones has no advantage, and its backward pass costs nothing.
+    """
     rows = read_rollouts(ROOT / "examples/data/smollm2_topk40_topp90.jsonl", vocab_size=SMOLLM2_VOCABULARY)
-    text = rows.tokens.repeat(-(-tokens // rows.tokens.numel()))[:tokens]
-    return as_rollouts(text, torch.full((tokens // length,), length))
+    order = torch.arange(tokens // int(rows.lengths.min())) % rows.num_sequences
+    rollouts = rows.select(order[rows.lengths[order].cumsum(0) <= tokens])
+    number = torch.arange(rollouts.num_sequences)
+    return rollouts.with_columns(rewards=number % 8 / 7, group_ids=number // 8)
 
 
 def random_text(lengths: Tensor, vocabulary: int) -> RolloutBatch:
@@ -118,7 +123,10 @@ def time_step(step: ActorStep, rollouts: RolloutBatch, clock: Clock = time.proce
 
 
 def time_plain_step(step: ActorStep, rollouts: RolloutBatch, clock: Clock = time.process_time) -> Phases:
-    """What anybody's training step does on the same microbatches: forward, Megatron's cross-entropy, backward, Adam."""
+    """What anybody's training step does on the same microbatches: forward, Megatron's cross-entropy, backward, Adam.
+
+    The head and the cross-entropy run on response tokens alone, as ours do, so that this saving is not counted.
+    """
     model, groups = step.model, step.groups
     minibatch = prepare_minibatch(
         rollouts, microbatch=step.config.microbatch, groups=groups, device=model.device, columns=()
@@ -135,19 +143,20 @@ def time_plain_step(step: ActorStep, rollouts: RolloutBatch, clock: Clock = time
     def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
         output = forward(chunk, batch, fused=True)  # up to the output layer
+        assert output.weight is not None and len(batch.input_ids) == 1, "packed: in the order of the targets"
         phases.switch_at_gradient(output.tensor, BACKWARD)
 
         def loss_func(hidden: Tensor) -> tuple[Tensor, Tensor]:
             with phases.phase(CROSS_ENTROPY):
-                targets = batch.targets.clamp_min(0).view(batch.input_ids.shape).t()
-                losses = vocab_parallel_cross_entropy(hidden @ output.weight.t(), targets).t().flatten()
-                loss = torch.where(batch.response_mask, losses, 0.0).sum() / minibatch.valid_tokens
+                logits = hidden[batch.response_mask] @ output.weight.t()
+                losses = vocab_parallel_cross_entropy(logits, batch.targets[batch.response_mask, None])
+                loss = losses.sum() / minibatch.valid_tokens
             return loss * factor, loss.detach()
 
         return output.tensor, loss_func
 
     original = schedules.backward_step
-    schedules.backward_step = phases.timed(original, CROSS_ENTROPY)
+    schedules.backward_step = phases.timed(original, CROSS_ENTROPY_BACKWARD)
     try:
         with phases.phase(OPTIMIZER):
             for chunk in model.chunks:
