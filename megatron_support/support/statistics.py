@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_support.support import kernels
 from megatron_support.support.candidates import CandidatePlan, Candidates, largest
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, row_sums, shift
 from megatron_support.support.vocabulary import VocabularyShard
@@ -76,22 +75,15 @@ def measure(
             maximum = shard.maximum(maximum)
         else:
             maximum, companion = shard.maximum(torch.stack([maximum, companion]))
-    fused = kernels.usable(rows.logits, rows.dtype)
-    for chunk in rows.chunks if wanted or shard.ranks == 1 or not fused else ():
+    for chunk in rows.chunks:
         x = rows.scaled(chunk)
         groups = plan.group_maxima(x) if plan else x
         if shard.ranks == 1:
             maximum[chunk.at] = _row_maximum(groups)
         if local is not None and plan is not None:
             largest(x, groups, plan, local, chunk.at)
-        if not fused:
-            _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
-    if fused:
-        from megatron_support.support.kernels import row_kernels
-
-        sums = row_kernels.row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
-    else:
-        sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
+        _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
+    sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
     target_logit = _target_logit(rows, targets, shard)
     words = [sums.view(rows.dtype), target_logit[:, None], *([local.values] if local is not None else [])]
     everyone = shard.gather(torch.cat(words, 1))
