@@ -41,6 +41,7 @@ setup(
             "mypy>=1.11",
             "transformers>=4.51",
             "accelerate>=0.30",
+            "triton>=3.2; sys_platform == 'linux'",
         ],
     },
     entry_points={"console_scripts": ["megatron-support = megatron_support.__main__:main"]},
