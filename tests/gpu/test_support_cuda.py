@@ -50,8 +50,9 @@ def test_float64_on_the_cpu_agrees(name, kind, dtype, ties):
     filters = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     want = reference(logits, targets, ties=ties, **filters)
     filtered, unfiltered, entropy, gradient = evaluate(logits.cuda().requires_grad_(), targets.cuda(), sampling, ties)
-    sure = want.boundary_gap.amin(1) > 2e-6
-    assert sure.any()
+    # rounding decides where a mass is that close to top-p's need
+    sure = (want.boundary_gap.amin(1) > 2e-6) | (sampling.top_p == 1)
+    assert sure.sum() > TOKENS // 2
     torch.testing.assert_close(unfiltered.cpu().double(), want.unfiltered.detach(), rtol=0, atol=5e-6)
     torch.testing.assert_close(entropy.cpu().double(), want.entropy.detach(), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(filtered.cpu().double()[sure], want.filtered.detach()[sure], rtol=0, atol=5e-6)
