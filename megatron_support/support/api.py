@@ -53,6 +53,13 @@ def support_logprobs(
     floating outputs are differentiable with respect to the logits, once; a row whose upstream gradients are zero gets a
     zero gradient whatever it holds.
 
+    On CUDA, bf16, fp16 and fp32 logits go through Triton kernels where Triton is installed; one that does not compile
+    is logged once, and plain torch takes over. With them the host waits for nothing, forward or backward, on one rank,
+    nor on several without top-p, and both passes can be captured in a CUDA graph once a call like it has compiled the
+    kernels. It does wait, and a capture fails: with top-p on several ranks (once, for whether collectives are due for
+    boundaries beyond the candidates), likewise with a top-k above 4,128 or one per token on the device; for settings
+    per token that are on the CPU; with a replayed support; with float64 logits.
+
     Args:
         vocab_parallel_logits: ``[..., V/TP]`` bf16, fp16, fp32 or fp64; this rank's columns, padding included.
         targets: int64 ``[...]``, global ids; < 0 means no target, and all outputs are 0 there.

@@ -167,7 +167,9 @@ def largest_logits(
     bars = torch.empty(rows, dtype=torch.int64, device=device)
     values = torch.full((rows, room), -torch.inf, dtype=torch.float32, device=device)
     places = torch.zeros(rows, room, dtype=torch.int64, device=device)
-    sizes = {"COUNT": count, "ROOM": triton.next_power_of_2(groups)}
+    width = triton.next_power_of_2(groups)
+    # a program holds all of a row's maxima in registers
+    sizes = {"COUNT": count, "ROOM": width, "num_warps": 4 if width <= 4096 else 16}
     launch(_choose_groups_kernel, (rows,), device, group_maxima, targets, chosen, bars, groups, **sizes)
     launch(
         _select_kernel,
