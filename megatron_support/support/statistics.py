@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_support.support import kernels
 from megatron_support.support.candidates import CandidatePlan, Candidates, largest
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, row_sums, shift
 from megatron_support.support.selection import Filters
@@ -90,20 +89,12 @@ def measure(
             maximum = shard.maximum(maximum)
         else:
             maximum, companion = shard.maximum(torch.stack([maximum, companion]))
-    fused = kernels.usable(rows.logits, rows.dtype)
-    searching = shard.ranks == 1 and (search is not None or not fused)
-    for chunk in rows.chunks if searching or not fused else ():
+    for chunk in rows.chunks:
         x = rows.scaled(chunk)
         if shard.ranks == 1:
             maximum[chunk.at] = _largest(x, search, chunk.at)
-        if not fused:
-            _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
-    if fused:
-        from megatron_support.support.kernels import row_kernels
-
-        sums = row_kernels.row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
-    else:
-        sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
+        _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
+    sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
     words = [sums, _target_logit(rows, targets, shard)[:, None]]
     if local is not None and around is None:
         words.append(local.values)
