@@ -43,5 +43,8 @@ setup(
             "accelerate>=0.30",
         ],
     },
-    entry_points={"console_scripts": ["megatron-support = megatron_support.__main__:main"]},
+    entry_points={
+        "console_scripts": ["megatron-support = megatron_support.__main__:main"],
+        "verl.plugins": ["megatron_support = megatron_support.autoload"],
+    },
 )
