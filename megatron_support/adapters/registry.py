@@ -12,7 +12,9 @@ from megatron_support.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-HOSTS = ("megatron_lm", "verl", "nemo_rl", "slime")
+PACKAGES = {"megatron_lm": "megatron.training", "verl": "verl", "nemo_rl": "nemo_rl", "slime": "slime"}
+"""Importable where a host is there."""
+HOSTS = tuple(PACKAGES)
 
 _active: dict[str, tuple[Hooks, HostReport]] = {}
 
