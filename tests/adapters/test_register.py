@@ -150,7 +150,9 @@ def test_what_this_process_cannot_use_is_declined_and_the_rest_hooked(host, monk
 
 def test_an_unknown_host_is_an_error():
     for function in (register, unregister):
-        with pytest.raises(ConfigurationError, match="host must be one of megatron_lm, verl, nemo_rl, slime, got 'trl'"):
+        with pytest.raises(
+            ConfigurationError, match="host must be one of megatron_lm, verl, nemo_rl, slime, got 'trl'"
+        ):
             function("trl")
 
 
