@@ -16,10 +16,10 @@ from argparse import Namespace
 
 from megatron_support.adapters.hooks import Hook, HostAdapter
 from megatron_support.adapters.slime.estimators import advantages
-from megatron_support.adapters.slime.logprobs import hook_logprobs, log_probs_and_entropy
+from megatron_support.adapters.slime.logprobs import LOSS_PATH, hook_logprobs, log_probs_and_entropy
 from megatron_support.adapters.slime.loss import policy_loss, tis
 
-__all__ = ["HOST", "advantages", "init", "log_probs_and_entropy", "policy_loss", "tis"]
+__all__ = ["HOST", "LOSS_PATH", "advantages", "init", "log_probs_and_entropy", "policy_loss", "tis"]
 
 
 def init(args: Namespace) -> None:
