@@ -5,6 +5,7 @@ Not slime's code: a stand-in, written from the shapes and factors of THUDM/slime
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from typing import Any
 
@@ -132,8 +133,8 @@ def rollouts(samples: int = 8, *, seed: int = 0) -> dict[str, Any]:
         sets = []
         for token in tokens[-response:].tolist():
             others = torch.randperm(VOCAB, generator=g)[:6].tolist()
-            outside = float(torch.rand((), generator=g)) < 0.15
-            sets.append(sorted({*others} - {token} if outside else {*others, token}))
+            of_a_tool = float(torch.rand((), generator=g)) < 0.15  # no sampler chose it: an empty set, no filter
+            sets.append([] if of_a_tool else sorted({*others, token}))
         batch["unconcat_tokens"].append(tokens)
         batch["total_lengths"].append(prompt + response)
         batch["response_lengths"].append(response)
@@ -158,7 +159,7 @@ def take(batch: dict[str, Any], samples: range) -> dict[str, Any]:
 def kept_ids(batch: dict[str, Any], sample: int) -> list[list[int]]:
     """The recorded set of each response token of a sample."""
     ids, offsets = batch["rollout_top_p_token_ids"][sample], batch["rollout_top_p_token_offsets"][sample].tolist()
-    return [ids[start:end] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 def reference_logprobs(table: Tensor, batch: dict[str, Any], args: Namespace, *, replay: bool) -> dict[str, Tensor]:
@@ -175,7 +176,7 @@ def reference_logprobs(table: Tensor, batch: dict[str, Any], args: Namespace, *,
         if replay:
             keep[:] = False
             for row, ids in enumerate(kept_ids(batch, sample)):
-                keep[row, ids] = True
+                keep[row, ids or slice(None)] = True
         elif args.rollout_top_k > 0:
             keep = logits >= logits.topk(args.rollout_top_k, -1).values[:, -1:]
         plain = logits.log_softmax(-1)

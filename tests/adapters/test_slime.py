@@ -91,7 +91,7 @@ def expected(args, batch):
         global_valid_sequences=len(lengths),
     ).loss
     loss.backward()
-    return float(loss), weights.grad
+    return float(loss.detach()), weights.grad
 
 
 class Table(MegatronModule):
@@ -257,7 +257,7 @@ def test_the_pass_returns_the_log_probabilities_of_each_sample(variant, context,
     """Every token of every context-parallel rank, put together; -inf where the token is outside the support."""
     args, batch = arguments(**VARIANTS[variant]), rollouts()
     found = reference_logprobs(table(), batch, args, replay=replays(args))
-    assert bool(torch.isneginf(found["filtered"]).any())
+    assert bool(torch.isneginf(found["filtered"]).any()) is not replays(args)  # an engine samples from its own set
     for key, name in (("filtered", True), ("unfiltered", False)):
         wanted = {"log_probs": batch_of(found[key], batch), "entropy": batch_of(found["entropy"], batch)}
         for rank in range(context):
@@ -374,7 +374,7 @@ def test_estimators_along_a_sequence_refuse_context_parallelism(monkeypatch):
     groups = Split()
     object.__setattr__(groups, "context", object())
     monkeypatch.setattr(estimators, "running_groups", lambda: groups)
-    with pytest.raises(ConfigurationError, match="advantage_estimator 'ppo' follows whole sequences .* got 2"):
+    with pytest.raises(ConfigurationError, match=r"advantage_estimator 'ppo' follows whole sequences .* got 2"):
         slime.advantages(arguments(advantage_estimator="ppo"), advantage_data())
 
 
