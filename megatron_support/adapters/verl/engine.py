@@ -82,7 +82,7 @@ def head_logprobs(
     assert settings.sampling is not None
     if settings.sampling.temperature != 1.0:
         raise ConfigurationError(
-            f"sampling.temperature must be left out in verl, which says it itself, got {settings.sampling.temperature}; "
+            f"sampling.temperature must be left out in verl, which says it, got {settings.sampling.temperature}; "
             "set actor_rollout_ref.rollout.temperature"
         )
     groups = running_groups()
