@@ -239,15 +239,19 @@ def engine_step(verl, config, batch, loss_function):
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "entropy_coeff": 0.05}
 
 
+@pytest.mark.parametrize("use_kl_loss", [False, True])
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_the_worker_loss_is_verls_own_where_nothing_is_filtered(mode, verl, registered):
-    """Policy, KL and entropy terms through the engine's own scaling, against its own ``ppo_loss``."""
-    batch = whole_rows(False)
-    theirs = engine_step(verl, actor_config(verl, mode, **TERMS), batch, verl.losses.ppo_loss)
-    config = actor_config(verl, mode, LOSS_MODE, **TERMS)
-    ours = engine_step(verl, config, batch, verl.workers.ppo_loss)
+def test_the_worker_loss_is_verls_own_where_nothing_is_filtered(mode, use_kl_loss, verl, registered):
+    """Policy, KL and entropy terms through the engine's own scaling, against its own ``ppo_loss``.
+
+    The KL term has verl's value, not its gradient: ours is that of the KL divergence (loss/README.md), verl's is that
+    of the estimator.
+    """
+    batch, terms = whole_rows(False), {**TERMS, "use_kl_loss": use_kl_loss}
+    theirs = engine_step(verl, actor_config(verl, mode, **terms), batch, verl.losses.ppo_loss)
+    ours = engine_step(verl, actor_config(verl, mode, LOSS_MODE, **terms), batch, verl.workers.ppo_loss)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-    for name in ("log_prob", "entropy"):
+    for name in ("entropy",) if use_kl_loss else ("log_prob", "entropy"):
         torch.testing.assert_close(ours[1][name], theirs[1][name], rtol=1e-6, atol=1e-12)
     assert ours[2]["actor/pg_loss"].aggregation.value == "sum"
 
