@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_support", "megatron_support.*"]),
-    package_data={"megatron_support": ["**/*.md", "py.typed"]},
+    package_data={"megatron_support": ["**/*.md", "py.typed", "training/report/assets/*"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what tests need into .venv (with the SmolLM2 weights), lints, checks types and runs every test.
-# Usage: scripts/test.sh [pytest arguments]     PYTHON=/path/to/python3 chooses the interpreter.
+# Usage: scripts/test.sh [--full] [pytest arguments]   --full: all layouts of up to eight ranks.   PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -11,3 +11,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True)  # equal on every host
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the whole matrix of layouts, not a pairwise subset")

@@ -1,10 +1,14 @@
 """One module per command: ``add(commands)`` declares it, and imports what it runs only when it runs."""
 
-from megatron_support.commands import doctor, tasks, train, validate
+from megatron_support.commands import check, doctor, inspect, recipe, report, tasks, train, validate
 
 COMMANDS = (
     train,
     validate,
+    recipe,
+    report,
+    inspect,
+    check,
     doctor,
     tasks,
 )

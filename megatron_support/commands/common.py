@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megatron_support.errors import ConfigurationError
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -36,3 +39,17 @@ def positive(text: str) -> int:
 def say(line: str) -> None:
     """Print a line as it is."""
     sys.stdout.write(line + "\n")
+
+
+def write_page(path: Path, page: str, argument: str) -> None:
+    """Write an HTML page.
+
+    Raises:
+        ConfigurationError: the folder is missing or cannot be written; ``argument`` named it.
+    """
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{argument} must be a file that can be written, got {path} ({error.strerror}); give another"
+        ) from None

@@ -18,27 +18,24 @@ from megatron_support.errors import ConfigurationError
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
-    Relative paths of rollout files and of weights are taken from the recipe's folder and become absolute.
+    Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. A recipe
+    may begin with ``defaults: [base.yaml, ...]``: files, relative to it, whose fields it takes over. Later files win
+    over earlier ones and the recipe over all; mappings merge field by field, lists are replaced, and a mapping whose
+    ``type`` differs replaces the other, because its fields are other fields.
 
     Args:
-        path: a YAML file (safe subset; ``${...}`` interpolation as in omegaconf).
+        path: a YAML file (safe subset; ``${...}`` interpolation as in omegaconf, ``${oc.env:NAME,default}`` reads the
+            environment).
         overrides: ``loss.surrogate.clip_high=0.28``-like assignments, values in YAML syntax. A mapping replaces what
             was there.
 
     Raises:
-        ConfigurationError: unreadable file, bad YAML, bad override, or every broken rule of the schema at once.
+        ConfigurationError: unreadable file, bad YAML, files that inherit in a circle, bad override, or every broken
+            rule of the schema at once.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot read the recipe ({error}); give the path of a YAML file") from None
-    try:
-        tree = OmegaConf.load(io.StringIO(text))
-        if not OmegaConf.is_dict(tree):
-            raise ConfigurationError(
-                f"{path}: a recipe is a mapping of fields, got {type(tree).__name__}; see configs/"
-            )
+        tree = OmegaConf.create(_inherited(path, ()))
         for override in overrides:
             key, value = _assignment(override)
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
@@ -46,6 +43,54 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
+
+
+def _inherited(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe's fields over those of its ``defaults``; interpolations are still unresolved.
+
+    Args:
+        path: the file.
+        heirs: the files that inherit from it, outermost first.
+    """
+    resolved = path.resolve()
+    if resolved in heirs:
+        circle = " -> ".join(file.name for file in (*heirs[heirs.index(resolved) :], resolved))
+        raise ConfigurationError(f"{path}: defaults must not lead back to a recipe, got {circle}; take one out")
+    tree = _parsed(path, heirs[-1] if heirs else None)
+    bases = tree.pop("defaults", [])
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigurationError(f"{path}: defaults: must be a list of recipe files, got {bases!r}; write [base.yaml]")
+    result: dict[str, Any] = {}
+    for base in bases:
+        result = _merge_fields(result, _inherited(path.parent / base, (*heirs, resolved)))
+    return _merge_fields(result, tree)
+
+
+def _parsed(path: Path, heir: Path | None) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        named = "" if heir is None else f", which {heir} names in defaults"
+        raise ConfigurationError(
+            f"{path}: cannot read the recipe ({error}){named}; give the path of a YAML file"
+        ) from None
+    try:
+        tree = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
+        raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigurationError(f"{path}: a recipe is a mapping of fields, got {type(tree).__name__}; see configs/")
+    return cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=False))
+
+
+def _merge_fields(base: Any, over: Any) -> Any:
+    if (
+        not isinstance(base, dict)
+        or not isinstance(over, dict)
+        or over.get("type", base.get("type")) != base.get("type")
+    ):
+        return over
+    return base | {name: _merge_fields(base[name], value) if name in base else value for name, value in over.items()}
 
 
 def _assignment(override: str) -> tuple[str, Any]:
@@ -66,9 +111,10 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
     updates: dict[str, object] = {
         "model": recipe.model.model_copy(update={"weights": _at(recipe.model.weights, folder)})
     }
-    if recipe.reference.checkpoint is not None:
-        checkpoint = _at(recipe.reference.checkpoint, folder)
-        updates["reference"] = recipe.reference.model_copy(update={"checkpoint": checkpoint})
+    for name in ("reference", "teacher"):
+        part = getattr(recipe, name)
+        if part.checkpoint is not None:
+            updates[name] = part.model_copy(update={"checkpoint": _at(part.checkpoint, folder)})
     if recipe.rollouts.type == "files":
         paths = [_absolute(path, folder) for path in recipe.rollouts.paths]
         updates["rollouts"] = recipe.rollouts.model_copy(update={"paths": paths})

@@ -19,8 +19,49 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
 
 
+class MixtureOfExperts(StrictModel):
+    """Experts in place of the MLP of every layer, without a capacity: no token is dropped."""
+
+    num_experts: Annotated[int, Field(ge=2)]
+    top_k: PositiveInt
+    """Experts of a token."""
+    ffn_hidden_size: PositiveInt
+    """Of one expert."""
+    normalize_top_k: bool = True
+    """Weights of a token's experts sum to 1; false: they are probabilities over all experts."""
+    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    """Of an expert that every token passes through; null for none."""
+    shared_expert_gate: bool = False
+    """Weigh the shared expert by a sigmoid of the token."""
+    aux_loss_coef: NonNegativeFloat = 0.0
+    """Load-balancing loss of each microbatch; enters the gradient with Megatron's own scale, a mean over microbatches
+    and data-parallel ranks."""
+    z_loss_coef: NonNegativeFloat = 0.0
+    """Of the squared log-normaliser of the router; scaled alike."""
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k must be <= num_experts ({self.num_experts}), got {self.top_k}; lower it")
+        if self.top_k == 1 and self.normalize_top_k:
+            raise ValueError(
+                "normalize_top_k must be false with top_k 1, whose weight would be 1 and have no gradient; set it to "
+                "false"
+            )
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError(
+                "shared_expert_gate must be false without shared_expert_ffn_hidden_size; give the size or remove the "
+                "gate"
+            )
+        return self
+
+
 class Architecture(StrictModel):
-    """A dense Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
+    """A Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
 
     vocab_size: PositiveInt
     """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
@@ -40,6 +81,8 @@ class Architecture(StrictModel):
     tie_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MixtureOfExperts | None = None
+    """Null for a dense model."""
 
 
 class RandomWeights(StrictModel):
@@ -97,6 +140,29 @@ class ModelConfig(StrictModel):
         return self
 
 
+RecomputedModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
+
+
+class FullRecompute(StrictModel):
+    """Keep only the input of whole layers and run them again in the backward pass."""
+
+    type: Literal["full"]
+    method: Literal["uniform", "block"] = "uniform"
+    """uniform: all layers, in groups of ``num_layers``; block: the first ``num_layers`` of each model chunk, singly."""
+    num_layers: PositiveInt = 1
+
+
+class SelectiveRecompute(StrictModel):
+    """Run parts of each layer again in the backward pass."""
+
+    type: Literal["selective"]
+    modules: Annotated[list[RecomputedModule], Field(min_length=1)]
+    """``[core_attn]`` saves most for its cost."""
+
+
+Recompute = Annotated[FullRecompute | SelectiveRecompute, Field(discriminator="type")]
+
+
 class ParallelConfig(StrictModel):
     """Megatron's layout. The data-parallel size is what is left of the world."""
 
@@ -105,8 +171,12 @@ class ParallelConfig(StrictModel):
     virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Model chunks per pipeline rank (interleaved schedule)."""
     context: PositiveInt = 1
+    expert: PositiveInt = 1
+    """Ranks that share a layer's experts, each of them whole: tensor-, then context-, then data-parallel ranks."""
     sequence: bool = False
     """Megatron's sequence parallelism inside the tensor-parallel group."""
+    recompute: Recompute | None = None
+    """Activations to compute again in the backward pass instead of keeping them; null keeps all."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -141,12 +211,21 @@ class OptimizerSettings(StrictModel):
     """Global gradient norm; 0 for no clipping."""
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks (DistributedOptimizer)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass of the last microbatch still runs."""
+    overlap_param_gather: bool = False
+    """Gather the parameters of the next minibatch while its forward pass runs."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
     def _min_below_max(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr ({self.lr}), got {self.min_lr}; lower it")
+        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather must be false without distributed and overlap_grad_reduce; set both to true, or "
+                "remove it"
+            )
         return self
 
 
@@ -193,6 +272,29 @@ class MicrobatchConfig(StrictModel):
     """Token budget of one microbatch on one data-parallel rank (over all its context-parallel ranks)."""
     max_tokens_forward: PositiveInt | None = None
     """Budget of forward-only passes; null for ``max_tokens``."""
+    truncate: bool = False
+    """Cut a sequence of a rollout file that is longer than the smaller budget there, instead of refusing it: the tokens
+    beyond are in no pass and no term. Its reward stays that of the whole response."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that fit into every pass."""
+        return min(self.max_tokens, self.max_tokens_forward or self.max_tokens)
+
+
+class ProfileConfig(StrictModel):
+    """A trace of torch's profiler over some steps of the first rank, with the phases named ``megatron_support/...``."""
+
+    start: PositiveInt
+    """First step, from 1."""
+    stop: PositiveInt
+    """Last step; the trace is written into the run folder when it is done."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.stop < self.start:
+            raise ValueError(f"stop must be >= start ({self.start}), got {self.stop}; raise it")
+        return self
 
 
 class TrainConfig(StrictModel):
@@ -208,6 +310,13 @@ class TrainConfig(StrictModel):
     microbatch: MicrobatchConfig
     save_final: bool = False
     """Write the trained weights into the run folder as a Megatron checkpoint."""
+    profile: ProfileConfig | None = None
+
+    @model_validator(mode="after")
+    def _profile_ends(self) -> Self:
+        if self.profile is not None and self.profile.stop > self.steps:
+            raise ValueError(f"profile.stop must be <= steps ({self.steps}), got {self.profile.stop}; lower it")
+        return self
 
 
 class LogprobConfig(StrictModel):
@@ -226,10 +335,42 @@ class LogprobConfig(StrictModel):
     """recompute: from the trainer's logits under each row's filter; replay: the sampler's own kept sets."""
 
 
+class SequenceFilterConfig(StrictModel):
+    """Sequences that leave before training: their ``sample_mask`` is cleared before counts and advantages."""
+
+    max_logprob_error: Annotated[float, Field(ge=1)] | None = None
+    """Largest accepted mean of exp|prev - generation| over a response's surviving tokens; null for no check."""
+    max_response_tokens: PositiveInt | None = None
+    """A response of this many tokens or more was cut off and its reward means little; null for no check."""
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether it reads previous log-probabilities."""
+        return self.max_logprob_error is not None
+
+
 class ReferenceConfig(StrictModel):
     """The reference policy of the KL term. Default: the weights at the start of the run."""
 
     checkpoint: Weights | None = None
+
+
+class TeacherConfig(StrictModel):
+    """The teacher of ``opd`` advantages."""
+
+    checkpoint: Weights | None = None
+    """Weights of the model's own architecture, which give the teacher's log-probabilities in each step; null: the
+    rollouts carry ``teacher_logprobs``."""
+
+
+class WandbConfig(StrictModel):
+    """Weights & Biases; needs the package ``wandb`` (extra ``wandb``)."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
+    mode: Literal["online", "offline"] = "online"
 
 
 class LoggingConfig(StrictModel):
@@ -238,7 +379,18 @@ class LoggingConfig(StrictModel):
     run_dir: str = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
+    tokens: bool = True
+    """Keep what ``megatron-support report`` shows of single tokens: ratios, and which were excluded, step by step."""
+    wandb: WandbConfig | None = None
+    """Send metrics to Weights & Biases as well."""
+    peak_tflops: PositiveFloat | None = None
+    """What one device can do, for the metric ``mfu``; null: known for common GPUs in bfloat16, else no ``mfu``."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
+
+    @field_validator("progress", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare off as false
 
 
 class ActorStepConfig(StrictModel):
@@ -247,6 +399,7 @@ class ActorStepConfig(StrictModel):
     loss: ActorLossConfig = ActorLossConfig()
     advantages: Advantages = GRPOConfig()
     logprobs: LogprobConfig = LogprobConfig()
+    sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
     microbatch: MicrobatchConfig
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
@@ -256,7 +409,8 @@ class ActorStepConfig(StrictModel):
     @property
     def needs_previous(self) -> bool:
         """Whether the step computes previous log-probabilities."""
-        return self.loss.needs_previous or "prev_logprobs" in self.advantages.columns
+        readers = (self.loss.needs_previous, self.sequence_filter.needs_previous)
+        return any(readers) or "prev_logprobs" in self.advantages.columns
 
     @property
     def needs_reference(self) -> bool:
@@ -278,7 +432,9 @@ class Recipe(StrictModel):
     advantages: Advantages = GRPOConfig()
     loss: ActorLossConfig = ActorLossConfig()
     logprobs: LogprobConfig = LogprobConfig()
+    sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig
     logging: LoggingConfig = LoggingConfig()
 
@@ -299,10 +455,38 @@ class Recipe(StrictModel):
                 f"rollouts.samples_per_prompt must be >= 2 with {self.advantages.type} advantages, "
                 f"got {self.rollouts.samples_per_prompt}: a group of one has no advantage over itself; raise it"
             )
+        moe = None if self.model.architecture is None else self.model.architecture.moe
+        if moe is not None and moe.has_auxiliary_losses and self.loss.normalization == "survivors":
+            raise ValueError(
+                "loss.normalization must be rollout with model.architecture.moe.aux_loss_coef or z_loss_coef, got "
+                "survivors, which would divide their gradients too; use rollout, or set both coefficients to 0"
+            )
+        together = self.parallel.tensor * self.parallel.context
+        if self.rollouts.type == "sampler" and together % self.parallel.expert:
+            raise ValueError(
+                f"parallel.expert must divide parallel.tensor x context = {together} with rollouts of type 'sampler', "
+                f"got {self.parallel.expert}: data-parallel ranks sample responses of different lengths and cannot "
+                "share experts meanwhile; lower it, or read rollouts from files"
+            )
         if self.train.minibatches > self.sequences_per_step:
             raise ValueError(
                 f"train.minibatches must be <= the {self.sequences_per_step} sequences of one step, "
                 f"got {self.train.minibatches}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_read(self) -> Self:
+        given, distils = self.teacher.checkpoint is not None, self.advantages.type == "opd"
+        if given and not distils:
+            raise ValueError(
+                f"teacher.checkpoint must be null with {self.advantages.type} advantages, which have no teacher; "
+                "remove it, or use advantages.type opd"
+            )
+        if distils and not given and self.rollouts.type == "sampler":
+            raise ValueError(
+                "teacher.checkpoint is required for opd advantages of sampled rollouts, got null; add it, or read "
+                "rollouts with teacher_logprobs from files"
             )
         return self
 
@@ -320,6 +504,7 @@ class Recipe(StrictModel):
             loss=self.loss,
             advantages=self.advantages,
             logprobs=self.logprobs,
+            sequence_filter=self.sequence_filter,
             microbatch=self.train.microbatch,
             minibatches=self.train.minibatches,
             epochs=self.train.epochs,

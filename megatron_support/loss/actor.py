@@ -109,9 +109,9 @@ def actor_loss(
     part = _participation(config, inputs, counts_sequences)
     survivors = config.normalization == "survivors"
     counts = Counts(
-        valid_tokens=count(inputs.valid),
+        valid_tokens=part.valid_tokens,
         valid_sequences=part.count_sequences(part.valid_counts > 0),
-        surviving_tokens=count(part.actor_mask),
+        surviving_tokens=part.actor_tokens,
         surviving_sequences=part.count_sequences(part.actor_counts > 0),
     )
     divisor = denominator(
@@ -355,9 +355,8 @@ def _term_metrics(
     survivors = config.normalization == "survivors"
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
-    outside = part.excluded.tokens
     metrics: dict[str, Metric] = {
-        "policy_support_excluded_tokens": Sum(torch.zeros_like(num_tokens) if outside is None else count(outside)),
+        "policy_support_excluded_tokens": Sum(part.excluded_tokens),
         "num_valid_samples": Sum(counts.valid_sequences),
     }
     if part.dropped is not None:
@@ -393,15 +392,18 @@ def _diagnostics(
     survivors = config.normalization == "survivors"
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
+    curr = inputs.curr_logprobs.detach()
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
-            valid=inputs.valid,
+            left_out=inputs.valid ^ part.actor_mask,
             excluded=part.excluded.tokens,
-            curr_logprobs=inputs.curr_logprobs.detach(),
+            curr_logprobs=curr,
             prev_logprobs=inputs.previous,
             generation_logprobs=inputs.generation_logprobs,
-            advantages=inputs.advantages,
+            raw_advantages=inputs.advantages,
+            advantages=tokens.advantages,
+            actor_logprobs=None if tokens.log_weight is None else tokens.selection(curr),
             log_ratio=tokens.log_ratio.detach(),
             log_weight=tokens.log_weight,
             token_ratio=None if config.ratio_level != "token" else surrogate.importance_ratio,

@@ -23,7 +23,7 @@ class Exclusions:
 
     def by(self, logprobs: Tensor) -> Tensor | None:
         """bool per token: candidates that this source puts outside the support; None where filtering is inactive."""
-        return None if self.candidates is None else self.candidates & (logprobs.detach() == -torch.inf)
+        return None if self.candidates is None else self.candidates & torch.isneginf(logprobs.detach())
 
 
 def exclusions(valid: Tensor, filtered: Tensor | bool, *logprobs: Tensor | None) -> Exclusions:
@@ -44,7 +44,7 @@ def exclusions(valid: Tensor, filtered: Tensor | bool, *logprobs: Tensor | None)
     for values in given[2:]:
         total.add_(values)
     candidates = valid if filtered is True else valid & filtered
-    return Exclusions(tokens=candidates & (total == -torch.inf), candidates=candidates)
+    return Exclusions(tokens=candidates & torch.isneginf(total), candidates=candidates)
 
 
 class Selection:

@@ -28,6 +28,12 @@ class Participation:
     """float64 ``[sequences]``, tokens of ``kl_mask``."""
     actor_counts: Tensor
     """float64 ``[sequences]``, tokens of ``actor_mask``."""
+    valid_tokens: Tensor
+    """int64 scalar: this rank's response tokens before exclusion and rejection."""
+    actor_tokens: Tensor
+    """int64 scalar: this rank's tokens of ``actor_mask``."""
+    excluded_tokens: Tensor
+    """int64 scalar: this rank's excluded tokens."""
     owned: Tensor | None
     """bool ``[sequences]``, whether this rank counts the sequence; None for all."""
     rejected: Tensor | None
@@ -96,10 +102,13 @@ def participation(
     if rejected is not None:
         kl_mask = valid & ~layout.to_tokens(rejected)
         kl_counts = torch.where(rejected, 0.0, kl_counts)
-    actor_mask, actor_counts = survives, totals["survives"]
+    actor_mask, actor_counts, local_actor_counts = survives, totals["survives"], columns["survives"]
     if gone is not None:
         actor_mask = survives & ~layout.to_tokens(gone)
         actor_counts = torch.where(gone, 0.0, actor_counts)
+        local_actor_counts = torch.where(gone, 0.0, local_actor_counts)
+    # sums of counts per sequence: counting a mask again costs a pass over the tokens
+    valid_tokens = columns["valid"].sum().long()
     return Participation(
         kl_mask=kl_mask,
         actor_mask=actor_mask,
@@ -108,6 +117,9 @@ def participation(
         valid_counts=totals["valid"],
         kl_counts=kl_counts,
         actor_counts=actor_counts,
+        valid_tokens=valid_tokens,
+        actor_tokens=local_actor_counts.sum().long(),
+        excluded_tokens=valid_tokens - columns["survives"].sum().long(),
         owned=_owned(columns, totals, layout, counts_sequences),
         rejected=rejected,
         dropped=dropped,

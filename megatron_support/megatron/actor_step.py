@@ -9,24 +9,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_support.advantages import compute_advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, GradientFault
-from megatron_support.megatron.faults import check_rollouts, raise_faults
-from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
-from megatron_support.megatron.loss_function import MegatronActorLoss
-from megatron_support.megatron.minibatch import prepare_minibatch
-from megatron_support.megatron.parts import ModelParts
+from megatron_support.megatron.faults import check_replayed, check_rollouts, raise_faults
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
+from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
+from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
+from megatron_support.megatron.model_losses import check_actor_loss, check_model
+from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.megatron.step_metrics import minibatch_outcome
 from megatron_support.metrics import Mean, MetricSet, Sum
-from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.rollouts.batch import RolloutBatch, ragged_arange
 from megatron_support.rollouts.minibatch import split_minibatches
+from megatron_support.rollouts.sequence_filter import filter_errors, mask_cut_off
 
 Phase = Callable[[str, int, int], None]
 
@@ -40,7 +43,7 @@ class StepResult:
     metrics: dict[str, float]
     """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
     rollouts: RolloutBatch
-    """The batch with prev_logprobs, reference_logprobs and advantages filled in."""
+    """The batch with prev_logprobs, reference_logprobs and advantages filled in (and curr_logprobs where kept)."""
 
 
 @dataclass
@@ -52,7 +55,8 @@ class _Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(f"megatron_support/{name}"):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
@@ -66,10 +70,13 @@ class ActorStep:
         config: loss, advantages, microbatching.
         groups: the ranks' layout.
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
+        teacher: weights of the teacher of ``opd`` advantages; None: rollouts carry ``teacher_logprobs``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
+        keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
 
     Raises:
-        ConfigurationError: the configuration needs a reference policy and none is given.
+        ConfigurationError: the configuration needs a reference policy and none is given, or the loss cannot be combined
+            with the model's own.
     """
 
     def __init__(
@@ -81,20 +88,26 @@ class ActorStep:
         *,
         groups: ParallelGroups,
         reference: HostWeights | None = None,
+        teacher: HostWeights | None = None,
         on_phase: Phase | None = None,
+        keep_current: bool = False,
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigurationError(
                 "a KL term (loss.kl, advantages.kl_in_reward) needs a reference policy, got none; pass "
                 "reference=HostWeights(model.chunks), or set it to null"
             )
+        check_model(model.config)
+        check_actor_loss(config.loss, model.config)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.config = config
         self.groups = groups
         self.reference = reference
+        self.teacher = teacher
         self.on_phase = on_phase or (lambda name, done, total: None)
+        self.keep_current = keep_current
         self.steps = 0
 
     def step(self, rollouts: RolloutBatch) -> StepResult:
@@ -103,28 +116,50 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget.
+            RolloutError: a sequence is longer than the token budget, which does not truncate; or a kept set does not
+                fit its token.
+            ConfigurationError: it truncates, at a length that this layout cannot hold.
             Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
                 message. Weights and optimizer are as they were before the minibatch in which it was found.
         """
         clock = _Clock()
-        rollouts = with_support_mode(rollouts, self.config.logprobs)
+        rollouts, metrics = mask_cut_off(with_support_mode(rollouts, self.config.logprobs), self.config.sequence_filter)
+        rollouts, cut = self._truncated(rollouts)
+        metrics |= {"truncated_sequences": Sum(cut)} if self.config.microbatch.truncate else {}
+        check_replayed(rollouts, self.model.architecture.vocab_size)
         with clock.phase("previous"):
             rollouts = self._with_previous(rollouts)
+        rollouts, found = filter_errors(rollouts, self.config.sequence_filter)
+        metrics |= found
         with clock.phase("reference"):
             rollouts = self._with_reference(rollouts)
+        if self.teacher is not None:
+            with clock.phase("teacher"):
+                rollouts = self._with_teacher(rollouts, self.teacher)
         check_rollouts(rollouts, self.config.loss)
         rollouts = self._with_advantages(rollouts)
-        metrics = MetricSet()
+        current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
-                metrics = metrics.merge(self._update(rollouts.select(indices)))
+                found, values = self._update(rollouts.select(indices))
+                metrics = metrics.merge(found)
+                if current is not None and values is not None:
+                    current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
+            gather_parameters(self.model)
             self.on_phase("update", total, total)
         self.steps += 1
-        values = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        return StepResult(metrics=values, rollouts=rollouts)
+        numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
+        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
+
+    def _truncated(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, int]:
+        _, total_multiple = token_multiples(
+            context_size=self.groups.context_size,
+            tensor_size=self.groups.tensor_size,
+            sequence_parallel=self.model.config.sequence_parallel,
+        )
+        return truncate_rollouts(rollouts, self.config.microbatch, total_multiple=total_multiple)
 
     def _minibatch_indices(self, num_sequences: int) -> Iterator[Tensor]:
         for epoch in range(self.config.epochs):
@@ -148,6 +183,12 @@ class ActorStep:
         with self.reference.swapped_into(self.model.chunks):
             reference = self._logprobs(rollouts.without_filters())
         return rollouts.with_columns(reference_logprobs=reference.unfiltered)
+
+    def _with_teacher(self, rollouts: RolloutBatch, weights: HostWeights) -> RolloutBatch:
+        self.on_phase("teacher", 0, 1)
+        with weights.swapped_into(self.model.chunks):
+            teacher = self._logprobs(rollouts.without_filters())
+        return rollouts.with_columns(teacher_logprobs=teacher.unfiltered)
 
     def _logprobs(self, rollouts: RolloutBatch) -> RolloutLogprobs:
         return compute_logprobs(
@@ -176,8 +217,8 @@ class ActorStep:
         )
         return rollouts.with_columns(advantages=advantages)
 
-    def _update(self, rollouts: RolloutBatch) -> MetricSet:
-        """One optimizer step on one minibatch."""
+    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, Tensor | None]:
+        """One optimizer step on one minibatch; its metrics, and its current log-probabilities where they are kept."""
         minibatch = prepare_minibatch(
             rollouts,
             microbatch=self.config.microbatch,
@@ -209,7 +250,12 @@ class ActorStep:
             for chunk in self.model.chunks:
                 chunk.scale_gradients(rescale)  # type: ignore[operator]
             value /= outcome.survivors or loss.rollout_count or 1
-        return outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
+        return metrics, self._current(records, rollouts) if self.keep_current else None
+
+    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> Tensor:
+        pieces = [(record.batch, record.logprobs) for record in records]
+        return gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device)[0]
 
     def _finite_grad_norm(self) -> float:
         """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""

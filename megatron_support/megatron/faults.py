@@ -13,6 +13,7 @@ from megatron_support.errors import LogprobFault
 from megatron_support.loss import TokenFault, describe_faults
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.rollouts.batch import RolloutBatch
+from megatron_support.support import check_support
 
 _REMEDY = {
     "curr_logprobs": "check the weights, the learning rate and the logits of this microbatch",
@@ -45,6 +46,20 @@ def check_rollouts(rollouts: RolloutBatch, config: ActorLossConfig) -> None:
         raise LogprobFault(_message([_name(fault, fault.position, rollouts) for fault in found]))
 
 
+def check_replayed(rollouts: RolloutBatch, vocab_size: int) -> None:
+    """Refuse a batch with a kept set that does not fit its response token, before any pass.
+
+    Every rank holds the same batch, so all of them raise the same error and no collective is needed.
+
+    Raises:
+        RolloutError: naming sample, token and remedy.
+    """
+    if rollouts.support is None:
+        return
+    targets = torch.where(rollouts.response_mask, rollouts.tokens, -1)
+    check_support(rollouts.support, targets, vocab_size, name=lambda token: _place(token, rollouts))
+
+
 def raise_faults(
     records: Sequence[MicrobatchRecord], loss: MegatronActorLoss, rollouts: RolloutBatch, groups: ParallelGroups
 ) -> None:
@@ -70,13 +85,14 @@ def raise_faults(
 
 def _name(fault: TokenFault, token: int, rollouts: RolloutBatch) -> str:
     """``token``: index into the batch's flat storage."""
-    sequence = int(torch.searchsorted(rollouts.cu_seqlens, token, right=True)) - 1
-    position = token - int(rollouts.cu_seqlens[sequence])
     remedy = _REMEDY.get(fault.name, "correct it")
-    return (
-        f"{fault.name} of sample {rollouts.sample_ids[sequence]!r}, token {position} is {fault.value}; "
-        f"{fault.rule}; {remedy}"
-    )
+    return f"{fault.name} of {_place(token, rollouts)} is {fault.value}; {fault.rule}; {remedy}"
+
+
+def _place(token: int, rollouts: RolloutBatch) -> str:
+    """Sample and position of an entry of the batch's flat storage."""
+    sequence = int(torch.searchsorted(rollouts.cu_seqlens, token, right=True)) - 1
+    return f"sample {rollouts.sample_ids[sequence]!r}, token {token - int(rollouts.cu_seqlens[sequence])}"
 
 
 def _message(names: Sequence[str], limit: int = 5) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ from torch import Tensor
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.faults import check_replayed
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
+from megatron_support.megatron.model_losses import check_model
 from megatron_support.megatron.parts import ModelParts, evaluating
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.rollouts.batch import RolloutBatch
@@ -54,9 +56,15 @@ def compute_logprobs(
         groups: the ranks' layout.
         microbatch: layout and token budget (``max_tokens_forward`` where given).
         logprobs: chunking and ties.
+
+    Raises:
+        RolloutError: a sequence is longer than the token budget, or a kept set does not fit its token.
+        ConfigurationError: a model with multi-token prediction, or replay without the sampler's kept sets.
     """
+    check_model(model.config)
     logprobs = logprobs or LogprobConfig()
     rollouts = with_support_mode(rollouts, logprobs)
+    check_replayed(rollouts, model.architecture.vocab_size)
     minibatch = prepare_minibatch(
         rollouts,
         microbatch=microbatch,
@@ -81,14 +89,30 @@ def compute_logprobs(
 
     with torch.no_grad(), evaluating(model):
         results = run_schedule(model, minibatch, forward_step, forward_only=True)
-    total = rollouts.tokens.numel()
-    columns = torch.zeros(2, total + 1, dtype=torch.float32, device=model.device)  # the last entry takes padding
-    for batch, values in results:
+    filtered, unfiltered = gather_logprobs(results, rollouts.tokens.numel(), groups, model.device)
+    return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
+
+
+def gather_logprobs(
+    pieces: Sequence[tuple[TokenBatch, TokenLogprobs]], total: int, groups: ParallelGroups, device: torch.device
+) -> Tensor:
+    """Log-probabilities of microbatches, put back in the batch's order on every rank. Collective.
+
+    Args:
+        pieces: this rank's microbatches, in any order; none elsewhere than on the last pipeline stage.
+        total: N, tokens of the batch.
+        groups: the ranks' layout.
+        device: of the microbatches.
+
+    Returns:
+        fp32 ``[2, N]`` on the host, filtered and unfiltered; 0 outside responses.
+    """
+    columns = torch.zeros(2, total + 1, dtype=torch.float32, device=device)  # the last entry takes padding
+    for batch, values in pieces:
         index = torch.where(batch.targets >= 0, batch.token_index, total)
         rows = torch.stack([values.filtered, values.unfiltered])
         columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
-    filtered, unfiltered = _everywhere(columns[:, :total].contiguous(), groups).cpu()
-    return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
+    return _everywhere(columns[:, :total].contiguous(), groups).cpu()
 
 
 def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> RolloutBatch:

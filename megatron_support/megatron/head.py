@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.megatron.parts import ModelParts, call_chunk, model_forward, unwrap
+from megatron_support.megatron.parts import ModelParts, call_chunk, gather_parameter, model_forward, unwrap
+from megatron_support.metrics import MetricSet
 from megatron_support.rollouts.batch import select_support
-from megatron_support.support import fused_support_logprobs, support_logprobs
+from megatron_support.support import compare_supports, fused_support_logprobs, support_logprobs
 from megatron_support.types import SamplingParams, TokenBatch, TokenLogprobs
 
 _AUTO_FUSED_BYTES = 256 << 20
@@ -57,6 +58,7 @@ def run_chunk(chunk: nn.Module, batch: TokenBatch, *, fused: bool) -> StageOutpu
     else:
         with _skipped(bare.output_layer, weights):
             hidden = call_chunk(chunk, batch).transpose(0, 1)  # GPTModel returns [b, s, H]
+    gather_parameter(chunk, weights[0])
     return StageOutput(tensor=hidden, weight=weights[0])
 
 
@@ -129,6 +131,29 @@ def batch_logprobs(
         **options,
     )
     return _flat_by_row(values, order)
+
+
+def support_metrics(
+    output: StageOutput, batch: TokenBatch, *, model: ModelParts, groups: ParallelGroups, logprobs: LogprobConfig
+) -> MetricSet:
+    """How far replayed supports are from those of the trainer's own logits, over response tokens; see
+    :func:`megatron_support.compare_supports`. Empty where nothing is replayed, or no logits are made (fused head).
+    """
+    if batch.support is None or output.weight is not None:
+        return MetricSet()
+    sampling, targets = batch.sampling, torch.where(batch.response_mask, batch.targets, -1)
+    if not isinstance(sampling.top_p, Tensor):
+        # per token, so that a microbatch without a filter compares as one with filters does
+        sampling = replace(sampling, top_p=torch.full(targets.shape, sampling.top_p, device=targets.device))
+    return compare_supports(
+        output.tensor,
+        targets,
+        sampling,
+        batch.support,
+        vocab_size=model.architecture.vocab_size,
+        tp_group=groups.tensor,
+        ties=logprobs.ties,
+    )
 
 
 def _ordered(batch: TokenBatch, order: Tensor | None) -> tuple[Tensor, SamplingParams, Any]:

@@ -14,6 +14,7 @@ what                                           what it does instead
 ``torch.cuda.Stream``, ``Event``, ``stream``,  objects that do nothing
 ``current_stream``, ``default_stream``
 ``torch.cuda.nvtx.range_push``, ``range_pop``  nothing
+``maybe_move_tensor_to_cpu``                   counts of the expert dispatcher become NumPy arrays, as they do off a GPU
 tensor factories, ``.to``, ``.cuda()``         a torch function mode sends device "cuda" to the CPU and drops pinning
 ``Tensor.type()``                              ``torch.cuda.FloatTensor``: Megatron's optimizers compare with it
 =============================================  ======================================================================
@@ -27,6 +28,8 @@ Independent of the device :func:`setup_host` also corrects Megatron-Core itself:
   tagged, so that ``finalize_model_grads`` sums their gradients over the tensor-parallel group. The tag is added.
 * ``DistributedOptimizer`` cannot save or load the per-parameter ``step`` of torch's own AdamW, which is what it wraps
   where neither Transformer Engine nor Apex is there. ``step`` is left out of sharded state and kept over a load.
+* The router of experts in 0.16 asks whether ``te_general_gemm`` is None, and without Transformer Engine the name does
+  not exist. It becomes None.
 """
 
 from __future__ import annotations
@@ -158,8 +161,7 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
     world = _environment_int("WORLD_SIZE", 1)
     device_id = host.device if host.uses_gpu else None
     if world == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group(host.backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        _start_alone(host, timeout)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -167,6 +169,12 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start with torchrun --nproc-per-node {world}"
         )
     dist.init_process_group(host.backend, timeout=timeout, device_id=device_id)
+
+
+def _start_alone(host: Host, timeout: timedelta) -> None:
+    device_id = host.device if host.uses_gpu else None
+    store = dist.HashStore()
+    dist.init_process_group(host.backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
 
 
 def seed_generators(seed: int) -> None:
@@ -192,6 +200,20 @@ def running_host(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Ho
     start_distributed(host)
     try:
         yield host
+    finally:
+        stop_distributed()
+
+
+@contextlib.contextmanager
+def running_alone(host: Host) -> Iterator[None]:
+    """torch.distributed with this process as its only rank for the length of a ``with`` block.
+
+    Whatever torchrun's environment says: the ranks can meet afterwards (:func:`start_distributed`).
+    """
+    assert not dist.is_initialized(), "torch.distributed is up already"
+    _start_alone(host, timedelta(minutes=30))
+    try:
+        yield
     finally:
         stop_distributed()
 
@@ -267,6 +289,9 @@ class _Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    def record_event(self, event: _Inert | None = None) -> _Inert:
+        return _Inert() if event is None else event
+
     def __getattr__(self, name: str) -> Callable[..., float]:
         return lambda *args, **kwargs: 0.0
 
@@ -299,6 +324,7 @@ def _install_cpu_shim(patches: _Patches) -> None:
     random_logger.setLevel(logging.ERROR)
     patches.on_undo(lambda: random_logger.setLevel(level))
     _use_in_process_checkpoint_queue(patches)
+    _give_expert_dispatch_its_counts(patches)
     mode = _CudaToCpu()
     mode.__enter__()
     patches.on_undo(lambda: mode.__exit__(None, None, None))
@@ -308,6 +334,14 @@ def _install_cpu_shim(patches: _Patches) -> None:
 def _correct_megatron(patches: _Patches) -> None:
     _allow_sequence_parallel_norm(patches)
     _checkpoint_adam_step(patches)
+    _let_router_work_without_transformer_engine(patches)
+
+
+def _let_router_work_without_transformer_engine(patches: _Patches) -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patches.set(moe_utils, "te_general_gemm", None)
 
 
 def _allow_sequence_parallel_norm(patches: _Patches) -> None:
@@ -373,6 +407,16 @@ def _start_adam(optimizer: Any) -> None:
                 optimizer.state[parameter].update(
                     step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
                 )
+
+
+def _give_expert_dispatch_its_counts(patches: _Patches) -> None:
+    """The dispatcher turns token counts into NumPy arrays on their way off a GPU; on the CPU they stayed tensors."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", on_host)
 
 
 def _use_in_process_checkpoint_queue(patches: _Patches) -> None:

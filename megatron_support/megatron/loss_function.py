@@ -15,8 +15,14 @@ from megatron_support.config.recipe import LogprobConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.distributed.sequence_sum import sum_over_group
 from megatron_support.loss import actor_loss, find_faults
-from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
+from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, support_metrics, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
+from megatron_support.megatron.model_losses import (
+    check_actor_loss,
+    check_model,
+    counts_survivors,
+    has_auxiliary_losses,
+)
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.scaling import loss_factor
 from megatron_support.metrics import MetricSet
@@ -75,7 +81,10 @@ class MegatronActorLoss:
         self.logprobs = logprobs or LogprobConfig()
         self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
         self.per_token = bool(model.config.calculate_per_token_loss)
-        self.survivors = config.normalization == "survivors" and config.denominator != "none"
+        self.survivors = counts_survivors(config)
+        self.auxiliary = has_auxiliary_losses(model.config)
+        check_model(model.config)
+        check_actor_loss(config, model.config)
         self.factor = loss_factor(
             calculate_per_token_loss=self.per_token,
             num_microbatches=len(minibatch),
@@ -93,14 +102,15 @@ class MegatronActorLoss:
         """Megatron's ``loss_func`` for the last stage's output; ``tensor`` is ``output.tensor``, as Megatron passes it.
 
         Returns:
-            ``(loss, record)``, or ``(loss sum, surviving count, record)`` where the schedule divides by survivors.
+            ``(loss, record)``, or ``(loss sum, count, record)`` where the schedule divides by a total of counts: of
+            survivors, or of tokens where auxiliary losses of experts are multiplied by them.
         """
+        parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.logprobs}
+        compared = support_metrics(output, batch, **parts)
         values = batch_logprobs(
             output,
             batch,
-            model=self.model,
-            groups=self.groups,
-            logprobs=self.logprobs,
+            **parts,
             entropy=self.config.entropy_coef != 0,
             inplace_backward=True,
         )
@@ -109,13 +119,16 @@ class MegatronActorLoss:
             batch=batch,
             logprobs=_detached(values),
             loss=result.loss.detach().clone(),
-            metrics=result.metrics,
+            metrics=result.metrics | compared,
             surviving_tokens=result.surviving_tokens,
             surviving_sequences=result.surviving_sequences,
             faults=find_faults(self.config, **self.tensors(batch, values)).total,
         )
         if self.survivors and self.per_token:
             return result.loss.clone(), self.survivor_count(record).to(torch.int), record
+        if self.auxiliary and self.per_token:
+            tokens = torch.tensor(batch.targets.numel(), dtype=torch.int, device=result.loss.device)
+            return result.loss * self.minibatch.padded_tokens, tokens, record
         return result.loss * self.factor, record
 
     def actor_loss(self, batch: TokenBatch, values: TokenLogprobs) -> LossOutput:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_support.config.recipe import MicrobatchConfig
 from megatron_support.distributed.counts import global_counts
 from megatron_support.distributed.groups import ParallelGroups
+from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.microbatch import build_microbatch
 from megatron_support.rollouts.planning import microbatch_shape, plan_microbatches
@@ -40,6 +41,8 @@ class Minibatch:
     """Sequences with sample_mask and at least one response token, over all ranks."""
     positive_tokens: int
     """Response tokens of valid sequences with a positive reward, over all ranks."""
+    padded_tokens: int
+    """Tokens of all microbatches over all ranks, padding included."""
 
     def __len__(self) -> int:
         return len(self.microbatches)
@@ -109,8 +112,9 @@ def prepare_minibatch(
         ).to(device)
         for indices in plan
     )
-    counts = global_counts(_local_counts(rollouts, torch.cat(plan)).to(device), groups.data)
-    valid_tokens, valid_sequences, positive_tokens = counts.tolist()
+    padded = torch.tensor([len(plan) * shape[0] * shape[1]])
+    counts = global_counts(torch.cat([_local_counts(rollouts, torch.cat(plan)), padded]).to(device), groups.data)
+    valid_tokens, valid_sequences, positive_tokens, padded_tokens = counts.tolist()
     return Minibatch(
         microbatches=microbatches,
         micro_batch_size=shape[0],
@@ -121,7 +125,52 @@ def prepare_minibatch(
         valid_tokens=valid_tokens,
         valid_sequences=valid_sequences,
         positive_tokens=positive_tokens,
+        padded_tokens=padded_tokens,
     )
+
+
+def truncate_rollouts(
+    rollouts: RolloutBatch, microbatch: MicrobatchConfig, *, total_multiple: int
+) -> tuple[RolloutBatch, int]:
+    """The batch with sequences cut at the token budget where ``microbatch.truncate`` says so.
+
+    It comes before the first pass, so that previous and reference log-probabilities, advantages and every minibatch
+    are about the same tokens. A prompt that fills the budget leaves a sequence without a response, which no count and
+    no term of the loss sees.
+
+    Args:
+        rollouts: the batch of one step.
+        microbatch: the budgets.
+        total_multiple: of :func:`token_multiples`.
+
+    Returns:
+        The batch, and how many of its sequences were cut.
+
+    Raises:
+        ConfigurationError: the layout would have to cut shorter than the budget, so that another layout would train on
+            other tokens.
+    """
+    if not microbatch.truncate:
+        return rollouts, 0
+    check_truncation(microbatch, total_multiple=total_multiple)
+    limit = microbatch.longest_sequence
+    return rollouts.truncated(limit), int((rollouts.lengths > limit).sum())
+
+
+def check_truncation(microbatch: MicrobatchConfig, *, total_multiple: int) -> None:
+    """Check that a layout can hold a sequence that fills the budget.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    limit = microbatch.longest_sequence
+    if microbatch.truncate and limit % total_multiple:
+        lower, upper = limit // total_multiple * total_multiple, -(-limit // total_multiple) * total_multiple
+        raise ConfigurationError(
+            f"with truncate the smaller token budget of train.microbatch must be a multiple of {total_multiple} in "
+            f"this layout (context and sequence parallelism), got {limit}; "
+            f"use {f'{lower} or ' if lower else ''}{upper}, or set truncate to false"
+        )
 
 
 def token_multiples(*, context_size: int, tensor_size: int, sequence_parallel: bool) -> tuple[int, int]:

@@ -34,6 +34,11 @@ from megatron_support.megatron.weights import load_weights, model_architecture
 _VOCABULARY_MULTIPLE = 128
 # with two stages, batched point-to-point calls mix up the chunks' tensors
 _INTERLEAVED_P2P = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+_NOISE = (
+    "full scope is deprecated",
+    "If you are using transformer_engine as the transformer impl",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # an expert's own size
+)
 _INIT_METHODS = {"init_method", "output_layer_init_method", "embedding_init_method"}
 
 
@@ -163,7 +168,7 @@ def transformer_config(
     calculate_per_token_loss: bool,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Megatron's configuration of a dense Llama-family decoder.
+    """Megatron's configuration of a Llama-family decoder.
 
     Raises:
         ConfigurationError: ``overrides`` has a field that TransformerConfig has not, or one that must not be changed.
@@ -210,7 +215,44 @@ def transformer_config(
     )
     if parallel.virtual_pipeline is not None:
         settings |= _INTERLEAVED_P2P
+    settings |= _recompute_settings(parallel)
+    settings |= _expert_settings(architecture, parallel, dtype)
     return TransformerConfig(**(settings | dict(overrides)))
+
+
+def _expert_settings(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    moe = architecture.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_pre_softmax": not moe.normalize_top_k,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coef else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coef,
+        "moe_z_loss_coeff": moe.z_loss_coef or None,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
+        "moe_shared_expert_gate": moe.shared_expert_gate,
+        # the dispatcher that allows microbatches of any shape and drops nothing
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _recompute_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    recompute = parallel.recompute
+    if recompute is None:
+        return {}
+    if recompute.type == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }
 
 
 def _config_fields() -> set[str]:
@@ -222,6 +264,11 @@ def _check_overrides(overrides: Mapping[str, Any], parallel: ParallelConfig) -> 
     if unknown:
         raise ConfigurationError(
             f"overrides must be fields of TransformerConfig, got {', '.join(unknown)}; remove them"
+        )
+    if overrides.get("mtp_num_layers"):
+        raise ConfigurationError(
+            f"overrides: mtp_num_layers must be null, got {overrides['mtp_num_layers']}: multi-token prediction adds a "
+            "loss over every token, of prompts and responses alike; remove it"
         )
     for name, value in _INTERLEAVED_P2P.items():
         if parallel.virtual_pipeline is not None and overrides.get(name, value) != value:
@@ -259,16 +306,36 @@ def _build_chunk(
         rotary_base=architecture.rope_base,
         vp_stage=stage,
     )
+    _tag_experts(chunk, config)
     rotary = chunk.rotary_pos_emb
     frequencies = rotary_frequencies(architecture.rope_base, head_dim(architecture), architecture.rope_scaling)
     rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
     return chunk
 
 
+def _tag_experts(chunk: GPTModel, config: TransformerConfig) -> None:
+    """Mark the parameters whose gradients are summed over the ranks that hold the same experts.
+
+    0.16 marks them only under expert parallelism. Whole experts on several tensor-parallel ranks, each of which sees
+    its own part of the tokens, would then keep different gradients.
+    """
+    shared = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = not shared
+
+
 def _block_spec(config: TransformerConfig, implementation: str, layers: int) -> Any:
     if implementation == "transformer_engine":
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+        )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     layer.submodules.self_attention.submodules.core_attention = EagerCoreAttention
     # by default the final norm is Apex's where that is installed, which knows no RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=WrappedTorchNorm)
@@ -282,13 +349,14 @@ def _in_precision(chunk: GPTModel, config: TransformerConfig) -> nn.Module:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Megatron says of itself on every construction: a deprecated default, and 0.19's note on GPTModel."""
+    """Without what Megatron says of itself on every construction, and 0.19's note on GPTModel."""
     logger = logging.getLogger(GPTModel.__module__)
     level = logger.level
     try:
         logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="full scope is deprecated")
+            for message in _NOISE:
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         logger.setLevel(level)

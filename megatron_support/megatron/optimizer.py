@@ -7,7 +7,7 @@ from typing import cast
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
@@ -37,12 +37,7 @@ def build_optimizer(
         ConfigurationError: the schedule is all warmup, or the chunks were wrapped for the other kind of optimizer.
     """
     chunks = list(ddp_chunks)
-    wrapped_distributed = cast(DistributedDataParallel, chunks[0]).ddp_config.use_distributed_optimizer
-    if wrapped_distributed != settings.distributed:
-        raise ConfigurationError(
-            f"optimizer.distributed is {settings.distributed} but the model was wrapped for {wrapped_distributed}; "
-            "pass the same value to wrap_ddp(distributed_optimizer=...)"
-        )
+    _require_same_wrapping(settings, cast(DistributedDataParallel, chunks[0]).ddp_config)
     dtype = get_model_config(chunks[0]).params_dtype
     config = OptimizerConfig(
         optimizer="adam",
@@ -59,6 +54,20 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, chunks)
     return optimizer, _build_scheduler(settings, optimizer, total_steps)
+
+
+def _require_same_wrapping(settings: OptimizerSettings, wrapped: DistributedDataParallelConfig) -> None:
+    for field, option, ddp_field in (
+        ("distributed", "distributed_optimizer", "use_distributed_optimizer"),
+        ("overlap_grad_reduce", "overlap_grad_reduce", "overlap_grad_reduce"),
+        ("overlap_param_gather", "overlap_param_gather", "overlap_param_gather"),
+    ):
+        asked, have = getattr(settings, field), getattr(wrapped, ddp_field)
+        if asked != have:
+            raise ConfigurationError(
+                f"optimizer.{field} is {asked} but the model was wrapped for {have}; "
+                f"pass the same value to wrap_ddp({option}=...)"
+            )
 
 
 def adam_implementation() -> str:

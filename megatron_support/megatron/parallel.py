@@ -25,6 +25,7 @@ def validate_layout(architecture: Architecture | None, parallel: ParallelConfig,
     if architecture is not None:
         errors += [*_architecture_errors(architecture), *_tensor_errors(architecture, parallel)]
         errors += _pipeline_errors(architecture, parallel)
+        errors += _expert_errors(architecture, parallel)
     if errors:
         raise ConfigurationError("\n".join(errors))
 
@@ -53,6 +54,8 @@ def initialize_parallel(parallel: ParallelConfig, world_size: int | None = None)
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
             context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,
         )
     return current_groups()
 
@@ -70,7 +73,11 @@ def current_groups() -> ParallelGroups:
 
 
 def destroy_parallel() -> None:
-    """Forget Megatron's groups, so that another layout can be made. torch.distributed stays up."""
+    """Leave Megatron's groups, so that another layout can be made. Collective; torch.distributed stays up."""
+    made = getattr(parallel_state, "_global_process_group_list", None) or ()  # the list that Megatron sets timeouts by
+    dist.barrier()  # a slower rank may still be talking in one of them
+    for group in {id(group): group for group in made if group is not None}.values():
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
@@ -80,11 +87,12 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
-    want = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context)
+    want = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context, parallel.expert)
     if have != want:
         raise RuntimeError(
-            "Megatron already has process groups with (tensor, pipeline, virtual_pipeline, context) = "
+            "Megatron already has process groups with (tensor, pipeline, virtual_pipeline, context, expert) = "
             f"{have}, asked for {want}; call destroy_parallel() first"
         )
 
@@ -92,7 +100,13 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
 def _world_errors(parallel: ParallelConfig, world_size: int) -> list[str]:
     model = parallel.tensor * parallel.pipeline * parallel.context
     if world_size % model == 0:
-        return []
+        shared = world_size // parallel.pipeline
+        if shared % parallel.expert == 0:
+            return []
+        return [
+            f"parallel.expert must divide the {shared} ranks of a pipeline stage, "
+            f"got {parallel.expert}; use one of {_divisors(shared)}"
+        ]
     return [
         "parallel: tensor x pipeline x context = "
         f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model} "
@@ -124,13 +138,20 @@ def _architecture_errors(architecture: Architecture) -> list[str]:
 
 
 def _tensor_errors(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
-    names = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
-    sizes = {name: size for name in names if (size := getattr(architecture, name)) is not None}
-    possible = [n for n in range(1, parallel.tensor + 1) if all(size % n == 0 for size in sizes.values())]
+    sizes = {
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+    }
+    if architecture.moe is None:
+        sizes["ffn_hidden_size"] = architecture.ffn_hidden_size
+    else:
+        sizes["moe.shared_expert_ffn_hidden_size"] = architecture.moe.shared_expert_ffn_hidden_size
+    given = {name: size for name, size in sizes.items() if size is not None}
+    possible = [n for n in range(1, parallel.tensor + 1) if all(size % n == 0 for size in given.values())]
     return [
         f"parallel.tensor must divide model.architecture.{name} {size}, got {parallel.tensor}; "
         f"sizes up to {parallel.tensor} that fit this model: {possible}"
-        for name, size in sizes.items()
+        for name, size in given.items()
         if size % parallel.tensor
     ]
 
@@ -147,6 +168,44 @@ def _pipeline_errors(architecture: Architecture, parallel: ParallelConfig) -> li
         return [
             f"parallel.virtual_pipeline must divide num_layers / pipeline = {layers} / {stages} = {layers // stages}, "
             f"got {chunks}; use one of {[d for d in _divisors(layers // stages) if d > 1]} or null"
+        ]
+    return _recompute_errors(parallel, layers // (stages * (chunks or 1)))
+
+
+def _expert_errors(architecture: Architecture, parallel: ParallelConfig) -> list[str]:
+    moe = architecture.moe
+    if moe is None:
+        if parallel.expert == 1:
+            return []
+        return [f"parallel.expert must be 1 for a dense model, got {parallel.expert}; use 1, or give architecture.moe"]
+    errors = []
+    if moe.num_experts % parallel.expert:
+        errors.append(
+            f"parallel.expert must divide model.architecture.moe.num_experts {moe.num_experts}, "
+            f"got {parallel.expert}; use one of {_divisors(moe.num_experts)}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        errors.append(
+            f"parallel.sequence must be true with parallel.tensor {parallel.tensor} and experts, got false: "
+            "Megatron's experts take tokens that are split over the tensor-parallel ranks; set it to true"
+        )
+    return errors
+
+
+def _recompute_errors(parallel: ParallelConfig, layers: int) -> list[str]:
+    """``layers`` are those of one model chunk: Megatron walks over the layers of a chunk in steps of ``num_layers``."""
+    recompute = parallel.recompute
+    if recompute is None or recompute.type != "full":
+        return []
+    if recompute.method == "uniform" and layers % recompute.num_layers:
+        return [
+            f"parallel.recompute.num_layers must divide the {layers} layers of a model chunk with method uniform, "
+            f"got {recompute.num_layers}; use one of {_divisors(layers)}"
+        ]
+    if recompute.num_layers > layers:
+        return [
+            f"parallel.recompute.num_layers must be at most the {layers} layers of a model chunk, "
+            f"got {recompute.num_layers}; lower it"
         ]
     return []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,6 +76,22 @@ def call_chunk(chunk: nn.Module, batch: TokenBatch, **options: Any) -> Tensor:
         packed_seq_params=packed,
         **options,
     )
+
+
+def gather_parameters(model: ModelParts) -> None:
+    """Wait for parameters that Megatron would gather only in the next forward pass, so that others may read them.
+
+    Does nothing without ``overlap_param_gather``. Collective with it.
+    """
+    for chunk in model.chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def gather_parameter(chunk: nn.Module, parameter: Tensor) -> None:
+    """The same for one parameter of a chunk, which is about to be read outside of its own module's forward."""
+    if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+        chunk.param_to_bucket_group[parameter].finish_param_sync()
 
 
 @contextlib.contextmanager

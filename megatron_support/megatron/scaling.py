@@ -17,6 +17,13 @@ A local loss that is already divided by *global* counts needs a net factor of 1,
 after the last forward pass. It returns sums, and :func:`survivor_rescale` says what the gradients are still to be
 multiplied by.
 
+Auxiliary losses of experts never pass through a loss function. Their gradient enters in the router's backward pass,
+times a scale that the schedule sets: C / M with the flag off, averaged over D C ranks, so **net 1 / (M D)**, whatever
+is done to the actor's loss. With the flag on each is multiplied by the tokens of its microbatch and everything is
+divided by the total of a 3-tuple. The actor's loss then goes as (l * total, tokens, metrics), with the tokens of the
+microbatch, padding included: **net 1** for the actor, and for them Megatron's own. A rescale of all gradients would
+change their scale, so ``survivors`` is refused with them.
+
 The schedule scales in place: the tensor that is returned is not the one that is logged.
 """
 

@@ -17,6 +17,7 @@ PER_TOKEN = (
     "generation_logprobs",
     "prev_logprobs",
     "prev_logprobs_unfiltered",
+    "curr_logprobs",
     "reference_logprobs",
     "teacher_logprobs",
     "values",
@@ -76,6 +77,8 @@ class RolloutBatch:
     prev_logprobs: Tensor | None = None
     """fp32 ``[N]``, the trainer's before the step, under the filter; -inf outside the support."""
     prev_logprobs_unfiltered: Tensor | None = None
+    curr_logprobs: Tensor | None = None
+    """fp32 ``[N]``, what the loss of the last pass saw, under the filter; kept for reports, no term reads it."""
     reference_logprobs: Tensor | None = None
     """fp32 ``[N]``, unfiltered."""
     teacher_logprobs: Tensor | None = None
@@ -133,6 +136,16 @@ class RolloutBatch:
     def without_filters(self) -> RolloutBatch:
         """A copy whose tokens are all inside the support: the temperature stays, top-k, top-p and replay go."""
         return replace(self, top_k=torch.zeros_like(self.top_k), top_p=torch.ones_like(self.top_p), support=None)
+
+    def truncated(self, limit: int) -> RolloutBatch:
+        """A copy with the first ``limit`` tokens of each sequence. Rewards and texts stay those of the whole one."""
+        lengths = self.lengths.clamp_max(limit)
+        rows = ragged_arange(self.cu_seqlens[:-1], lengths)
+        columns = {name: value[rows] for name in PER_TOKEN if (value := getattr(self, name)) is not None}
+        support = None if self.support is None else select_support(self.support, rows)
+        return replace(
+            self, cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), support=support, **columns
+        )
 
     def select(self, indices: Tensor) -> RolloutBatch:
         """The batch of sequences ``indices`` (int64), in that order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,27 +38,92 @@ def read_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Rollout
         RolloutError: naming file, line (or row), field, value and remedy.
     """
     path = Path(path)
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-        ".jsonl": _json_rows,
-        ".parquet": _parquet_rows,
-    }
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise RolloutError(
-            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
-        )
-    rows: list[Row] = []
-    places: dict[str, str] = {}
-    for place, data in reader(path):
-        row = at_place(place, partial(check_row, data, vocab_size=vocab_size))
-        if row.id in places:
-            raise RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {places[row.id]}; rename one")
-        places[row.id] = place
+    rows = []
+    for row in _checked_rows(path, vocab_size):
+        if isinstance(row, RolloutError):
+            raise row
         rows.append(row)
     if not rows:
         raise RolloutError(f"{path}: no rollouts in it; write one row for each sampled response")
     _check_columns(path, rows)
     return _batch(rows)
+
+
+def read_sound_rollouts(
+    path: str | Path, *, vocab_size: int | None = None
+) -> tuple[RolloutBatch | None, tuple[RolloutError, ...]]:
+    """The rows of a file that can be read, and what is wrong with the others: for looking at a file before training.
+
+    Args:
+        path, vocab_size: as for :func:`read_rollouts`.
+
+    Returns:
+        The sound rows (None if there is none), and the errors in the order of the file. A file that cannot be read on
+        from some place is read up to it.
+
+    Raises:
+        RolloutError: no part of the file can be read.
+    """
+    path = Path(path)
+    rows: list[Row] = []
+    errors: list[RolloutError] = []
+    checked = _checked_rows(path, vocab_size)
+    try:
+        for row in checked:
+            if isinstance(row, RolloutError):
+                errors.append(row)
+            else:
+                rows.append(row)
+        if rows:
+            _check_columns(path, rows)
+    except RolloutError as error:
+        if not rows and not errors:  # nothing of it could be read
+            raise
+        errors.append(error)
+        rows = _with_equal_columns(rows)
+    return (_batch(rows) if rows else None), tuple(errors)
+
+
+def _checked_rows(path: Path, vocab_size: int | None) -> Iterator[Row | RolloutError]:
+    """Each row, or what is wrong with it."""
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise RolloutError(
+            f"{path}: the name must end in .jsonl or .parquet, got {path.suffix!r}; convert or rename it"
+        )
+    places: dict[str, str] = {}
+    for place, data in reader(path):
+        if isinstance(data, RolloutError):
+            yield data
+            continue
+        try:
+            row = at_place(place, partial(check_row, data, vocab_size=vocab_size))
+        except RolloutError as error:
+            yield error
+            continue
+        if row.id in places:
+            yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {places[row.id]}; rename one")
+            continue
+        places[row.id] = place
+        yield row
+
+
+def _with_equal_columns(rows: list[Row]) -> list[Row]:
+    """The rows with the optional fields that all of them have."""
+    if not rows:
+        return rows
+    common = set.intersection(*(set(row.columns) for row in rows))
+    components = len({len(row.reward_components or ()) for row in rows}) == 1
+    supported = all(row.support is not None for row in rows)
+    return [
+        replace(
+            row,
+            columns={name: values for name, values in row.columns.items() if name in common},
+            reward_components=row.reward_components if components else None,
+            support=row.support if supported else None,
+        )
+        for row in rows
+    ]
 
 
 def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
@@ -125,7 +190,7 @@ def _join(name: str, values: list[Any]) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each line; empty lines are passed over."""
+    """(place, data) of each line, an error for a line that is no JSON; empty lines are passed over."""
     try:
         with path.open("rb") as file:  # bytes: a line that is not UTF-8 is named by its own number
             for number, line in enumerate(file, start=1):
@@ -139,9 +204,9 @@ def _parse(place: str, line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8") from None
+        return RolloutError(f"{place}: not UTF-8 text ({error}); write the file as UTF-8")
     except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
-        raise RolloutError(f"{place}: not valid JSON ({error}); write one object a line") from None
+        return RolloutError(f"{place}: not valid JSON ({error}); write one object a line")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -157,6 +222,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:row {number}", data
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _json_rows, ".parquet": _parquet_rows}
 
 
 def _check_columns(path: Path, rows: list[Row]) -> None:

@@ -168,5 +168,6 @@ def _refuse_long_sequences(
     more = f" and {len(long) - 5} more" if len(long) > 5 else ""
     raise RolloutError(
         f"sequences must fit into a microbatch of max_tokens={max_tokens} (padding included, {int(sizes.max())} "
-        f"needed), got {', '.join(names)}{more}; raise train.microbatch.max_tokens or drop the sequences"
+        f"needed), got {', '.join(names)}{more}; raise train.microbatch.max_tokens, set "
+        "train.microbatch.truncate, or drop the sequences"
     )

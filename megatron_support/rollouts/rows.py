@@ -25,6 +25,7 @@ MAX_INTEGER = 2**63
 OPTIONAL_TOKEN_COLUMNS = (
     "prev_logprobs",
     "prev_logprobs_unfiltered",
+    "curr_logprobs",
     "reference_logprobs",
     "teacher_logprobs",
     "values",
@@ -224,12 +225,13 @@ def _column(data: Mapping[str, Any], name: str, mask: list[bool]) -> list[float]
     """A per-token column. Outside the response anything may stand; what is no number there becomes 0."""
     values = _list(data, name, len(mask))
     result = [0.0] * len(mask)
+    may_be_outside = name in ("prev_logprobs", "curr_logprobs")
     for position, (value, is_response) in enumerate(zip(values, mask, strict=True)):
-        if _is_number(value) and (abs(value) <= MAX_FP32 or (name == "prev_logprobs" and value == -math.inf)):
+        if _is_number(value) and (abs(value) <= MAX_FP32 or (may_be_outside and value == -math.inf)):
             result[position] = float(value)
         elif is_response:
             rule = "a finite number"
-            if name == "prev_logprobs":
+            if may_be_outside:
                 rule += ", or -Infinity for a token outside the support"
             raise FieldError(f"{name}[{position}]: must be {rule}, got {_short(value)}; correct it or drop the row")
     return result

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_support.config.recipe import SequenceFilterConfig
 from megatron_support.errors import RolloutError
 from megatron_support.metrics import Max, Mean, MetricSet, Min, Sum
 from megatron_support.rollouts.batch import RolloutBatch
@@ -168,3 +169,23 @@ def mask_long_responses(
             )
         long = long | (truncated != 0)
     return replace(rollouts, sample_mask=rollouts.sample_mask & ~long)
+
+
+def mask_cut_off(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
+    """:func:`mask_long_responses` where a recipe says so; counted by ``long_responses``."""
+    if config.max_response_tokens is None:
+        return rollouts, MetricSet()
+    masked = mask_long_responses(rollouts, max_response_tokens=config.max_response_tokens)
+    return masked, MetricSet({"long_responses": Sum((rollouts.sample_mask & ~masked.sample_mask).sum())})
+
+
+def filter_errors(rollouts: RolloutBatch, config: SequenceFilterConfig) -> tuple[RolloutBatch, MetricSet]:
+    """:func:`filter_sequences` where a recipe says so, with its metrics.
+
+    Raises:
+        RolloutError: a column is missing.
+    """
+    if config.max_logprob_error is None:
+        return rollouts, MetricSet()
+    result = filter_sequences(rollouts, threshold=config.max_logprob_error)
+    return result.rollouts, result.metrics

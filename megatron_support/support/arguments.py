@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_support.support.rows import Rows, Workspace, split_rows
+from megatron_support.support.rows import Blocks, Rows, Workspace, split_rows
 from megatron_support.support.selection import Filters
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.types import SamplingParams
@@ -84,6 +84,7 @@ def build_rows(
         temperature=row_temperature(sampling, index, dtype),
         dtype=dtype,
         workspace=Workspace(logits.device),
+        blocks=Blocks.of(shard.start, shard.width, shard.size),
     )
 
 

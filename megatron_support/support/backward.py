@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_support.support import kernels
 from megatron_support.support.engine import Support
 from megatron_support.support.replay import ReplayedSets
-from megatron_support.support.rows import LOG2_E, Chunk, Rows, exponentials, shift, split_rows
+from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, shift, split_rows
 from megatron_support.support.vocabulary import VocabularyShard
 
 
@@ -68,7 +68,7 @@ def write_gradient(
     entry[rows.index] = torch.arange(rows.index.numel(), device=out.device)
     for chunk in split_rows(~dense, rows.columns):
         out[chunk.rows].zero_()
-    weights = _Weights.of(support, upstream)
+    weights = _Weights.of(support, upstream, exponential_scale(support.maximum))
     column = targets - shard.start
     held = (column >= 0) & (column < shard.width)
     at_target = torch.where(held, weights.target, 0.0)
@@ -130,19 +130,20 @@ class _Weights:
     """Added at the target."""
 
     @classmethod
-    def of(cls, support: Support, upstream: Upstream) -> _Weights:
+    def of(cls, support: Support, upstream: Upstream, scale: Tensor | float = 1.0) -> _Weights:
+        """The factors of exponentials that have to be multiplied by ``scale [A]`` first."""
         dtype = support.maximum.dtype
         kept = everywhere = entropy = offset = None
         target = torch.zeros_like(support.maximum)
         if upstream.filtered is not None:
-            kept = (-upstream.filtered.double() * (-support.log_kept).exp()).to(dtype)
+            kept = (-upstream.filtered.double() * (-support.log_kept).exp() * scale).to(dtype)
             target = target + upstream.filtered
         if upstream.unfiltered is not None:
-            everywhere = (-upstream.unfiltered.double() / support.normalizer).to(dtype)
+            everywhere = (-upstream.unfiltered.double() / support.normalizer * scale).to(dtype)
             target = target + upstream.unfiltered
         if upstream.entropy is not None:
             assert support.entropy is not None
-            entropy = (-upstream.entropy.double() / support.normalizer).to(dtype)
+            entropy = (-upstream.entropy.double() / support.normalizer * scale).to(dtype)
             offset = (support.entropy - support.normalizer.log()).to(dtype)
         return cls(kept, everywhere, entropy, offset, target)
 
@@ -160,16 +161,13 @@ def _dense(
     at, shape = chunk.at, (chunk.size, rows.columns)
     x = rows.scaled(chunk)
     maximum = support.maximum[at]
-    mass = rows.workspace.take("mass", shape, rows.dtype)
+    mass = exponentials(x, maximum, rows.workspace.take("mass", shape, rows.dtype))
     factor = None
     if weights.entropy is not None and weights.offset is not None:
         factor = shift(x, maximum, rows.workspace.take("factor", shape, rows.dtype))
-        torch.mul(factor, LOG2_E, out=mass).exp2_()
         factor.add_(weights.offset[at, None]).mul_(weights.entropy[at, None])
         if weights.all is not None:
             factor.add_(weights.all[at, None])
-    else:
-        exponentials(x, maximum, mass)
     if weights.kept is not None:
         kept = support.kept(rows, chunk, x, shard).mul_(weights.kept[at, None])
         if factor is not None:

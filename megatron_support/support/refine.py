@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_support.support.rows import Rows, exponentials
+from megatron_support.support.rows import Rows, exponential_scale, exponentials, row_sums
 from megatron_support.support.selection import Boundary, Filters, exp_difference, kept_by_mass
 from megatron_support.support.vocabulary import VocabularyShard
 
@@ -27,8 +27,8 @@ _SAMPLE_DEPTH = 40.0
 """Sampled logits further below the maximum than this share a bin: their masses are nothing."""
 
 _BINS = 256
-_BATCH = 16
-"""Rows worked on at a time, which bounds the memory for copied logits."""
+_BATCH_ELEMENTS = 1 << 21
+"""Logits of the rows worked on at a time, which bounds the memory for copied ones: some 8 MiB where 5% are."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ def refine(rows: Rows, entries: Tensor, need: Need, filters: Filters, shard: Voc
         need: what has to lie above, per row of ``entries``.
         filters: says how ties are cut.
     """
+    # padded columns are counted, so that all ranks make the same collective calls
+    batch = max(1, _BATCH_ELEMENTS // shard.columns)
     found = [
-        _refine(rows, entries[i : i + _BATCH], need.at(slice(i, i + _BATCH)), filters, shard)
-        for i in range(0, entries.numel(), _BATCH)
+        _refine(rows, entries[i : i + batch], need.at(slice(i, i + batch)), filters, shard)
+        for i in range(0, entries.numel(), batch)
     ]
     return Boundary(*(torch.cat([getattr(f, n) for f in found]) for n in ("value", "mass_above", "ties", "kept_ties")))
 
@@ -201,7 +203,8 @@ def _split(rows: Rows, entries: Tensor, low: Tensor, high: Tensor, need: Need, s
             values.append(x.view(-1).index_select(0, places))
             times.append(torch.ones(places.numel(), dtype=torch.float64, device=entries.device))
         exponentials(x, need.maximum[at], mass)
-        sums[i, 0] = over.mul_(mass).sum(dtype=torch.float64)
+        sums[i, 0] = row_sums(over.mul_(mass), rows.blocks, rows.workspace)[0]
+    sums[:, 0] *= exponential_scale(need.maximum)
     row = torch.repeat_interleave(torch.tensor([v.numel() for v in values], device=entries.device))
     inside, often = torch.cat(values), torch.cat(times)
     sums[:, 2].index_add_(0, row, exp_difference(inside, need.maximum[row]) * often)
@@ -259,7 +262,8 @@ def _order_key(values: Tensor) -> Tensor:
     """int64 that order as the values do."""
     integer, dropped = _BITS[values.dtype]
     bits = values.view(integer)
-    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long() >> dropped
+    key = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long()
+    return key >> dropped if dropped else key
 
 
 def _from_order_key(key: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ An empty set means that the token was not sampled under a filter: its filtered l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,15 @@ class ReplayedSets:
     """bool ``[A]``, rows without a set."""
 
 
-def check_support(support: RolloutSupport, targets: Tensor, vocab_size: int) -> None:
+def check_support(
+    support: RolloutSupport, targets: Tensor, vocab_size: int, *, name: Callable[[int], str] | None = None
+) -> None:
     """Check that every target has a set that fits the vocabulary and holds it, or an empty one.
 
     Args:
         targets: int64 ``[T]`` or ``[samples, tokens]``, in the order of the sets; sets of targets < 0 are ignored.
+        name: what to call a token, by its position in the flat order; None counts samples and tokens from 0, or tokens
+            alone where the targets are flat.
 
     Raises:
         RolloutError: naming the sample and token at fault, the value and the remedy.
@@ -52,38 +57,44 @@ def check_support(support: RolloutSupport, targets: Tensor, vocab_size: int) -> 
             f"{int(offsets[0])} to {int(offsets[-1])}; slice token_ids and offsets together"
         )
     lengths = offsets.diff()
-    _raise_at(lengths < 0, targets, "offsets descend; sort the sets by token")
+
+    def raise_at(wrong: Tensor, message: str) -> None:
+        _raise_at(wrong, targets, message, name)
+
+    raise_at(lengths < 0, "offsets descend; sort the sets by token")
     owner = torch.repeat_interleave(torch.arange(count, device=ids.device), lengths)
     flat = targets.reshape(-1)
 
     def per_token(wrong: Tensor) -> Tensor:
         return torch.zeros(count, dtype=torch.bool, device=ids.device).index_put_((owner[wrong],), wrong.new_ones(()))
 
-    _raise_at(
+    raise_at(
         per_token((ids < 0) | (ids >= vocab_size)) & (flat >= 0),
-        targets,
         f"a token id is outside the vocabulary of {vocab_size}; use the sampler's own vocabulary size",
     )
     key = (owner * vocab_size + ids).sort().values
     twice = key[1:][key[1:] == key[:-1]] // vocab_size
     repeated = torch.zeros(count, dtype=torch.bool, device=ids.device)
     repeated[twice] = True
-    _raise_at(repeated & (flat >= 0), targets, "a token id is given twice; give each id once")
+    raise_at(repeated & (flat >= 0), "a token id is given twice; give each id once")
     holds = per_token(ids == flat[owner])
-    _raise_at(
+    raise_at(
         ~holds & (lengths > 0) & (flat >= 0),
-        targets,
         "the sampled token is not in its own set; export the set with the sampled token, or leave it empty",
     )
 
 
-def _raise_at(wrong: Tensor, targets: Tensor, message: str) -> None:
+def _raise_at(wrong: Tensor, targets: Tensor, message: str, name: Callable[[int], str] | None) -> None:
     places = wrong.nonzero().flatten()
     if not places.numel():
         return
     place = int(places[0])
-    tokens = targets.shape[-1] if targets.dim() > 1 else targets.numel()
-    where = f"sample {place // tokens}, token {place % tokens}" if targets.dim() > 1 else f"token {place}"
+    if name is not None:
+        where = name(place)
+    elif targets.dim() > 1:
+        where = f"sample {place // targets.shape[-1]}, token {place % targets.shape[-1]}"
+    else:
+        where = f"token {place}"
     raise RolloutError(
         f"replayed support of {where} (target {int(targets.reshape(-1)[place])}): {message} "
         f"({places.numel()} tokens in all)"

@@ -9,6 +9,12 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 
+_LOG2_E_SINGLE = 1.44269502162933349609375
+"""``log2(e)`` as a float32, which is what a float32 operation makes of it."""
+
+_MOST_OFFSET = 8192.0
+"""Of larger maxima, the offset's rounding would overflow or hide the exponent."""
+
 _CHUNK_ELEMENTS = 1 << 19
 """Elements of one chunk per CPU thread: the chunk and one buffer of its size fit the second and third level caches."""
 
@@ -74,6 +80,24 @@ def _runs(wanted: Tensor) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Whole blocks of columns inside a rank's shard; block edges are the same token ids for every split."""
+
+    size: int
+    first: int
+    """First column of the first block."""
+
+    count: int
+
+    @classmethod
+    def of(cls, start: int, width: int, vocabulary: int) -> Blocks:
+        """Of the columns ``[start, start + width)``: eighths of the vocabulary where that is even, else of 2,048."""
+        size = vocabulary // 8 if vocabulary % 64 == 0 else 2048
+        first = -start % size
+        return cls(size, first, max(width - first, 0) // size)
+
+
+@dataclass(frozen=True)
 class Rows:
     """Rows of ``logits [T, W]`` with their temperature. ``[A]`` tensors have one entry per row worked on."""
 
@@ -92,6 +116,7 @@ class Rows:
     """The compute dtype: float32, or float64 for float64 logits."""
 
     workspace: Workspace
+    blocks: Blocks
 
     @property
     def columns(self) -> int:
@@ -144,14 +169,63 @@ class Rows:
 
 
 def exponentials(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
-    """``exp(x - maximum)`` in ``out [c, W]``; 0 where x is -inf. maximum ``[c]``.
+    """``exp(x - maximum)`` divided by :func:`exponential_scale`, in ``out [c, W]``; 0 where x is -inf. maximum ``[c]``.
+
+    In float32 on a CPU the difference and its factor are one fused multiply-add, ``2^(x log2(e) - offset)``. Its only
+    systematic error is that of rounding the offset, the same for the whole row, which the scale undoes.
 
     exp2 is used because exp is forty times slower on a CPU where its result is denormal.
     """
-    return torch.sub(x, maximum[:, None], out=out).mul_(LOG2_E).exp2_()
+    if not _fuses(x):
+        return torch.sub(x, maximum[:, None], out=out).mul_(LOG2_E).exp2_()
+    negated = maximum * -LOG2_E
+    torch.add(negated[:, None], x, alpha=LOG2_E, out=out)
+    for i, offset in enumerate(negated.tolist()):
+        if abs(offset) > _MOST_OFFSET:
+            torch.sub(x[i], maximum[i], out=out[i]).mul_(LOG2_E)
+    return out.exp2_()
+
+
+def exponential_scale(maximum: Tensor) -> Tensor | float:
+    """float64 ``[c]``: what the results of :func:`exponentials` have to be multiplied by."""
+    if not _fuses(maximum):
+        return 1.0
+    offset = maximum * LOG2_E
+    rounding = (offset.double() - maximum.double() * _LOG2_E_SINGLE).exp2()
+    # a row that holds an infinity or a NaN is at fault, and is NaN without a scale
+    return torch.where(offset.abs() <= _MOST_OFFSET, rounding, 1.0)
+
+
+def _fuses(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def shift(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
     """``x - maximum`` in ``out [c, W]``, bounded below where exp is 0 so that ``p * (x - maximum)`` is 0 at -inf."""
     floor = -104.0 if out.dtype == torch.float32 else -746.0
     return torch.sub(x, maximum[:, None], out=out).clamp_(min=floor)
+
+
+def row_sums(mass: Tensor, blocks: Blocks, workspace: Workspace) -> Tensor:
+    """float64 ``[c]``, sums of ``mass [c, W]``.
+
+    A conversion to float64 costs more than the addition, so groups of 8 logits are added in float32 first: eighths of a
+    block, element by element, which gives the same groups and bits wherever a rank's columns begin and end.
+    """
+    if mass.dtype == torch.float64 or blocks.count == 0:
+        return mass.sum(-1, dtype=torch.float64)
+    rows, width = mass.shape[0], blocks.size
+    last = blocks.first + blocks.count * width
+    half = mass[:, blocks.first : last].unflatten(1, (blocks.count, 2, width // 2))
+    shape = (rows, blocks.count, width // 2)
+    part = torch.add(half[:, :, 0], half[:, :, 1], out=workspace.take("folded", shape, mass.dtype))
+    for _ in range(2):
+        width //= 2
+        low = part[..., : width // 2]
+        part = torch.add(low, part[..., width // 2 : width], out=low)
+    total = part.sum((1, 2), dtype=torch.float64)
+    if blocks.first > 0:
+        total += mass[:, : blocks.first].sum(-1, dtype=torch.float64)
+    if last < mass.shape[1]:
+        total += mass[:, last:].sum(-1, dtype=torch.float64)
+    return total

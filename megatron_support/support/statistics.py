@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_support.support import kernels
 from megatron_support.support.candidates import CandidatePlan, Candidates, largest
-from megatron_support.support.rows import LOG2_E, Chunk, Rows, exponentials, shift
+from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, row_sums, shift
 from megatron_support.support.vocabulary import VocabularyShard
 
 
@@ -87,9 +87,11 @@ def measure(
         if not fused:
             _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
     if fused:
-        from megatron_support.support.kernels.row_kernels import row_sums
+        from megatron_support.support.kernels import row_kernels
 
-        sums = row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
+        sums = row_kernels.row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
+    else:
+        sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
     target_logit = _target_logit(rows, targets, shard)
     words = [sums.view(rows.dtype), target_logit[:, None], *([local.values] if local is not None else [])]
     everyone = shard.gather(torch.cat(words, 1))
@@ -113,14 +115,11 @@ def _row_maximum(x: Tensor) -> Tensor:
 def _sum(rows: Rows, chunk: Chunk, x: Tensor, maximum: Tensor, sums: Tensor) -> None:
     shape = (chunk.size, rows.columns)
     mass = rows.workspace.take("mass", shape, rows.dtype)
-    if sums.shape[1] == 1:
-        sums[:, 0] = exponentials(x, maximum, mass).sum(-1, dtype=torch.float64)
-        return
-    shifted = rows.workspace.take("shifted", shape, rows.dtype)
-    shift(x, maximum, shifted)
-    torch.mul(shifted, LOG2_E, out=mass).exp2_()
-    sums[:, 0] = mass.sum(-1, dtype=torch.float64)
-    sums[:, 1] = mass.mul_(shifted).sum(-1, dtype=torch.float64)
+    exponentials(x, maximum, mass)
+    sums[:, 0] = row_sums(mass, rows.blocks, rows.workspace)
+    if sums.shape[1] == 2:
+        shifted = shift(x, maximum, rows.workspace.take("shifted", shape, rows.dtype))
+        sums[:, 1] = row_sums(mass.mul_(shifted), rows.blocks, rows.workspace)
 
 
 def _target_logit(rows: Rows, targets: Tensor, shard: VocabularyShard) -> Tensor:

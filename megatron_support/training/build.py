@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_support.config.recipe import Recipe
+from megatron_support.config.recipe import Recipe, Weights
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.megatron.actor_step import ActorStep
+from megatron_support.megatron.communication import CommunicationClock
 from megatron_support.megatron.generate import Sampler
 from megatron_support.megatron.model import build_model, wrap_ddp
 from megatron_support.megatron.optimizer import build_optimizer
@@ -27,6 +28,7 @@ class Training:
     model: ModelParts
     actor_step: ActorStep
     source: RolloutSource
+    communication: CommunicationClock
 
 
 def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnPhase) -> Training:
@@ -39,27 +41,44 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
     model = wrap_ddp(
         build_model(recipe.model, recipe.parallel, groups, seed=recipe.seed),
         distributed_optimizer=recipe.optimizer.distributed,
+        overlap_grad_reduce=recipe.optimizer.overlap_grad_reduce,
+        overlap_param_gather=recipe.optimizer.overlap_param_gather,
     )
-    reference = _reference(recipe, model, groups) if recipe.actor_step.needs_reference else None
+    reference = teacher = None
+    if recipe.actor_step.needs_reference:
+        reference = _weights_of(recipe.reference.checkpoint, recipe, model, groups)
+    if recipe.teacher.checkpoint is not None:
+        teacher = _weights_of(recipe.teacher.checkpoint, recipe, model, groups)
     train = recipe.train
     optimizer, scheduler = build_optimizer(
         recipe.optimizer, model.chunks, total_steps=train.steps * train.epochs * train.minibatches
     )
     actor_step = ActorStep(
-        model, optimizer, scheduler, recipe.actor_step, groups=groups, reference=reference, on_phase=on_phase
+        model,
+        optimizer,
+        scheduler,
+        recipe.actor_step,
+        groups=groups,
+        reference=reference,
+        teacher=teacher,
+        on_phase=on_phase,
+        keep_current=recipe.logging.tokens,
     )
-    return Training(model=model, actor_step=actor_step, source=_source(checked, model, groups, on_phase))
+    clock = CommunicationClock(model.device)
+    model.config.timers = optimizer.config.timers = clock
+    source = _source(checked, model, groups, on_phase)
+    return Training(model=model, actor_step=actor_step, source=source, communication=clock)
 
 
-def _reference(recipe: Recipe, model: ModelParts, groups: ParallelGroups) -> HostWeights:
-    """The weights at the start of the run, or those of ``reference.checkpoint``; the model keeps its own."""
+def _weights_of(checkpoint: Weights | None, recipe: Recipe, model: ModelParts, groups: ParallelGroups) -> HostWeights:
+    """Those of a checkpoint, or of the start of the run; the model keeps its own."""
     start = HostWeights(model.chunks)
-    if recipe.reference.checkpoint is None:
+    if checkpoint is None:
         return start
-    load_weights(model, recipe.reference.checkpoint, groups=groups, seed=recipe.seed)
-    reference = HostWeights(model.chunks)
+    load_weights(model, checkpoint, groups=groups, seed=recipe.seed)
+    loaded = HostWeights(model.chunks)
     start.copy_to(model.chunks)
-    return reference
+    return loaded
 
 
 def _source(checked: CheckedRecipe, model: ModelParts, groups: ParallelGroups, on_phase: OnPhase) -> RolloutSource:

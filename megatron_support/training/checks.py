@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from megatron_support.config.recipe import Architecture, FileRollouts, Recipe, SamplerRollouts
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.forward import with_support_mode
-from megatron_support.megatron.minibatch import token_multiples
+from megatron_support.megatron.minibatch import check_truncation, token_multiples
 from megatron_support.megatron.parallel import validate_layout
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import concatenate, read_rollouts
 from megatron_support.rollouts.planning import plan_microbatches
 from megatron_support.training.tasks import Task, get_task
+from megatron_support.training.tracking import check_wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
         ConfigurationError: a field, or the layout.
         RolloutError: a file, or a sequence that does not fit.
     """
+    check_wandb(recipe)
     architecture = model_architecture(recipe.model)
     validate_layout(architecture, recipe.parallel, world_size)
     rollouts: RolloutBatch | None = None
@@ -52,13 +55,15 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
     else:
         task = get_task(recipe.rollouts.task)
         lengths, names = _longest(task, recipe.rollouts, architecture), ("prompt and response",)
+    _check_columns(recipe, rollouts)
     _check_lengths(recipe, architecture, world_size, lengths, names)
     return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task)
 
 
 def smallest_world(recipe: Recipe) -> int:
-    """The number of ranks of one copy of the model."""
-    return recipe.parallel.tensor * recipe.parallel.pipeline * recipe.parallel.context
+    """The least number of ranks that a recipe runs on."""
+    parallel = recipe.parallel
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
 def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
@@ -69,6 +74,21 @@ def _read(config: FileRollouts, architecture: Architecture) -> RolloutBatch:
             f"got {config.sequences_per_step}; lower it or add files"
         )
     return rollouts
+
+
+def _check_columns(recipe: Recipe, rollouts: RolloutBatch | None) -> None:
+    """``rollouts``: what the files hold; None for the sampler, whose batches have no optional column."""
+    computed = {"prev_logprobs", "reference_logprobs"}  # by the step itself
+    if recipe.teacher.checkpoint is not None:
+        computed.add("teacher_logprobs")
+    needed = [name for name in recipe.advantages.columns if name not in computed]
+    missing = [name for name in needed if rollouts is None or getattr(rollouts, name) is None]
+    if missing:
+        remedy = "add them to the files" if rollouts is not None else "take rollouts from files that have them"
+        raise ConfigurationError(
+            f"rollouts must carry the columns {missing} for {recipe.advantages.type} advantages, got none; {remedy}, "
+            "or choose other advantages"
+        )
 
 
 def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) -> torch.Tensor:
@@ -83,21 +103,24 @@ def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) ->
 def _check_lengths(
     recipe: Recipe, architecture: Architecture, world_size: int, lengths: torch.Tensor, names: tuple[str, ...]
 ) -> None:
+    parallel, microbatch = recipe.parallel, recipe.train.microbatch
+    sequence_multiple, total_multiple = token_multiples(
+        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
+    )
+    check_truncation(microbatch, total_multiple=total_multiple)
+    if microbatch.truncate and isinstance(recipe.rollouts, FileRollouts):
+        lengths = lengths.clamp_max(microbatch.longest_sequence)
     longest = int(lengths.max())
     if longest > architecture.max_sequence_length:
         raise ConfigurationError(
             f"sequences must be at most model.architecture.max_sequence_length = {architecture.max_sequence_length} "
             f"tokens, got {longest} ({names[int(lengths.argmax())]}); raise it, or shorten the sequences"
         )
-    parallel, microbatch = recipe.parallel, recipe.train.microbatch
-    sequence_multiple, total_multiple = token_multiples(
-        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
-    )
     for budget in {microbatch.max_tokens, microbatch.max_tokens_forward or microbatch.max_tokens}:
         plan_microbatches(
             lengths,
             max_tokens=budget,
-            data_parallel_size=world_size // smallest_world(recipe),
+            data_parallel_size=world_size // (parallel.tensor * parallel.pipeline * parallel.context),
             layout=microbatch.layout,
             sequence_multiple=sequence_multiple,
             total_multiple=total_multiple,

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import write_rollouts
+from megatron_support.training.tracking import WandbRun
 
 RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
 ROLLOUTS, CHECKPOINT = "rollouts_last_step.jsonl", "checkpoint"
+TOKENS, TOKEN_TEXT, ENVIRONMENT = "tokens.jsonl", "token_text.json", "environment.json"
 
 
 class RunFolder:
@@ -34,6 +36,9 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._tensorboard: Any = None
+        self._wandb: WandbRun | None = None
+        self.environment: Mapping[str, Any] = {}
+        """Written as ``environment.json`` when the folder is made."""
         parent = Path(recipe.logging.run_dir).expanduser()
         nearest = next(folder for folder in (parent.absolute(), *parent.absolute().parents) if folder.exists())
         if not nearest.is_dir():
@@ -58,6 +63,18 @@ class RunFolder:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(step, values)
+
+    def write_tokens(self, record: Mapping[str, Any]) -> None:
+        """Append what one step's single tokens say, for the report."""
+        with (self.path / TOKENS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def write_token_text(self, text_of: Callable[[int], str], tokens: Iterable[int]) -> None:
+        """The text of the tokens that the report shows, so that it can be made where the weights are not."""
+        known = {str(token): text for token in sorted(set(tokens)) if (text := text_of(token))}
+        (self.path / TOKEN_TEXT).write_text(json.dumps(known, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def write_rollouts(self, rollouts: RolloutBatch) -> None:
         """The rollouts of the last step, with the log-probabilities and advantages that it used."""
@@ -69,15 +86,20 @@ class RunFolder:
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def _make(self) -> None:
         self.path.mkdir(parents=True)
         tree = self._recipe.model_dump(mode="json")
         (self.path / RECIPE).write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        (self.path / ENVIRONMENT).write_text(json.dumps(self.environment, indent=2) + "\n", encoding="utf-8")
         if self._recipe.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self.path / TENSORBOARD))
+        if self._recipe.logging.wandb is not None:
+            self._wandb = WandbRun(self._recipe, self.path)
 
 
 def _unused(path: Path) -> Path:

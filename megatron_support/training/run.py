@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -19,11 +21,14 @@ from megatron_support.megatron.host import Host, running_host
 from megatron_support.megatron.parallel import initialize_parallel
 from megatron_support.training.build import Training, build_training
 from megatron_support.training.checks import CheckedRecipe, check_recipe
+from megatron_support.training.environment import describe_environment
 from megatron_support.training.exclusions import Exclusions, count_exclusions
 from megatron_support.training.folder import CHECKPOINT, RunFolder
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
 from megatron_support.training.summary import Summary, print_summary
-from megatron_support.training.token_text import token_text
+from megatron_support.training.token_record import record_tokens
+from megatron_support.training.token_text import plain_token_text, token_text
+from megatron_support.training.watch import Watch
 
 
 def train(recipe: Recipe, console: Console) -> Summary:
@@ -44,6 +49,7 @@ def train(recipe: Recipe, console: Console) -> Summary:
         view = _LateView()
         training = build_training(checked, groups, view.phase)
         folder = _folder_together(recipe, groups, host)
+        folder.environment = describe_environment(groups, host.device)
         if groups.is_main:
             _say(console, f"{recipe.name}: {_describe(checked, groups, host)}")
         view.view = make_progress(recipe.logging.progress, recipe.train.steps, console, main=groups.is_main)
@@ -58,6 +64,8 @@ def train(recipe: Recipe, console: Console) -> Summary:
         if groups.is_main:
             folder.write_rollouts(history.results[-1].rollouts)
             folder.write_summary(summary.to_dict())
+            tokens = {*history.excluded_tokens, *history.results[-1].rollouts.tokens.tolist()}
+            folder.write_token_text(plain_token_text(recipe.model.weights, checked.task), tokens)
             print_summary(summary, console, token_text(recipe.model.weights, checked.task))
         return summary
 
@@ -71,8 +79,11 @@ class _History:
     exclusions: Exclusions = field(default_factory=Exclusions)
     results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=1))
     """The last one alone: a result holds the rollouts."""
+    excluded_tokens: set[int] = field(default_factory=set)
+    """Ids, for their text."""
 
-    def add(self, step: int, result: StepResult, *, epochs: int) -> None:
+    def add(self, step: int, result: StepResult, *, epochs: int) -> dict[str, Any]:
+        """Take a step in; returns what its single tokens say."""
         metrics, rollouts = result.metrics, result.rollouts
         self.results.append(result)
         self.rewards.append(float(rollouts.rewards.mean()))
@@ -82,6 +93,9 @@ class _History:
             rollouts = rollouts.with_columns(prev_logprobs=None)
         excluded = int(metrics.get("policy_support_excluded_tokens", 0))
         self.exclusions += count_exclusions(step, rollouts, excluded=excluded, epochs=epochs)
+        record = record_tokens(step, rollouts)
+        self.excluded_tokens.update(int(token) for token in record["tokens"])
+        return record
 
     def summary(self, recipe: Recipe, folder: RunFolder) -> Summary:
         return Summary(
@@ -96,14 +110,16 @@ class _History:
 
 def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressView) -> _History:
     """All steps."""
-    history = _History()
+    history, watch = _History(), Watch(recipe, training)
     for step in range(1, recipe.train.steps + 1):
+        watch.profiler.before(step)
         start = time.perf_counter()
-        rollouts = training.source.rollouts(step - 1)
+        with torch.profiler.record_function("megatron_support/rollouts"):
+            rollouts = training.source.rollouts(step - 1)
         sampled = time.perf_counter()
         result = training.actor_step.step(rollouts)
         end = time.perf_counter()
-        history.add(step, result, epochs=recipe.train.epochs)
+        tokens = history.add(step, result, epochs=recipe.train.epochs)
         values = {
             "reward": history.rewards[-1],
             "response_length": float(rollouts.response_mask.sum()) / rollouts.num_sequences,
@@ -111,9 +127,13 @@ def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressV
             "seconds": end - start,
             "seconds/rollouts": sampled - start,
             **result.metrics,
+            **watch.values(rollouts, result.metrics),
         }
         if training.actor_step.groups.is_main:
             folder.write_step(step, values)
+            if recipe.logging.tokens:
+                folder.write_tokens(tokens)
+        watch.profiler.after(step, folder.path)
         view.step(step, values)
     return history
 

@@ -14,17 +14,28 @@ from megatron_support.training.tasks import Task
 
 def token_text(weights: Weights, task: Task | None) -> Callable[[int], str]:
     """A function from token id to readable text, quoted; the empty string where there is none."""
+    plain = plain_token_text(weights, task)
+    eos = None if task is None else task.eos
+    return lambda token: _quoted(plain(token), token == eos)
+
+
+def _quoted(text: str, special: bool) -> str:
+    return text if special or not text else repr(text)
+
+
+def plain_token_text(weights: Weights, task: Task | None) -> Callable[[int], str]:
+    """A function from token id to its text as it stands in a response; the empty string where there is none."""
     if task is not None:
         return lambda token: _task_text(task, token)
     names = _vocabulary(weights)
-    return lambda token: repr(_readable(names[token])) if token in names else ""
+    return lambda token: _readable(names[token]) if token in names else ""
 
 
 def _task_text(task: Task, token: int) -> str:
     if token == task.eos:
         return "<eos>"
     text = task.decode([token])
-    return repr(text) if text and "\ufffd" not in text else ""  # a byte of a longer character is no text
+    return "" if "\ufffd" in text else text  # a byte of a longer character is no text
 
 
 def _vocabulary(weights: Weights) -> dict[int, str]:

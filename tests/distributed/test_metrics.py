@@ -69,6 +69,7 @@ def test_a_rank_with_excluded_tokens_only_reports_the_same_names():
         {"b": Sum(1)},
         {"a": Mean(1.0, 1)},  # same name, other kind
         {"a": Max(1.0)},  # none to sum
+        {str(i): Max(1.0) for i in range(300)},  # more maxima than one collective carries
         {},
     ],
 )
@@ -89,21 +90,26 @@ def test_ranks_with_different_metrics_fail_alike_and_do_not_hang(others):
         assert total == 2
 
 
-def test_one_collective_of_a_kind_whatever_the_number_of_metrics(monkeypatch):
+@pytest.mark.parametrize(("each", "sizes"), [(0, [258, 0]), (20, [258, 60]), (200, [258, 144, 600])])
+def test_one_collective_of_a_kind_whatever_the_number_of_metrics(monkeypatch, each, sizes):
+    """MAX of a fixed size with the checksum, and SUM with which maximum is NaN; 144 of 400 maxima go by themselves."""
+
     def on_rank(rank, world):
         calls = []
         original = dist.all_reduce
 
         def counting(tensor, op=dist.ReduceOp.SUM, group=None):
-            calls.append((str(op), tensor.numel()))
+            calls.append(tensor.numel())
             return original(tensor, op, group=group)
 
         monkeypatch.setattr(dist, "all_reduce", counting)
-        metrics = MetricSet({f"{kind.__name__}{i}": kind(float(i)) for kind in (Sum, Min, Max) for i in range(20)})
-        reduce_metrics(metrics, dist.group.WORLD, CPU)
-        return [numel for _, numel in calls]
+        local = {f"{kind.__name__}{i}": kind(i + rank) for kind in (Sum, Min, Max) for i in range(each)}
+        reduced = reduce_metrics(MetricSet(local), dist.group.WORLD, CPU).compute()
+        expected = {"Sum": lambda i: 2.0 * i + 1, "Min": float, "Max": lambda i: i + 1.0}
+        wrong = [name for name, value in reduced.items() if value != expected[name[:3]](int(name[3:]))]
+        return calls, wrong
 
-    assert run_ranks(2, on_rank) == [[2, 60, 40]] * 2  # agreement; sums, and which extreme is NaN; extremes
+    assert run_ranks(2, on_rank) == [(sizes, [])] * 2
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])

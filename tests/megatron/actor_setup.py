@@ -67,20 +67,25 @@ def make_step(
     microbatch: dict | None = None,
     optimizer: dict | None = None,
     per_token: bool = False,
+    architecture: dict | None = None,
+    dtype: str = "float32",
     **step: object,
 ) -> ActorStep:
     """Host, groups, model, optimizer and reference for this rank; torch.distributed is up already."""
     setup_host("cpu")
-    layout = ParallelConfig.from_dict(parallel or {})
-    groups = initialize_parallel(layout)
-    model = wrap_ddp(
-        build_model(ModelConfig.from_dict(MODEL), layout, groups, seed=7, calculate_per_token_loss=per_token),
-        distributed_optimizer=bool((optimizer or {}).get("distributed", False)),
-    )
     # a large eps: Adam divides a gradient that is all rounding by itself, which no layout could agree on
     settings = OptimizerSettings.from_dict({"lr": 1e-2, "eps": 1e-3, "clip_grad": 1.0, **(optimizer or {})})
+    layout = ParallelConfig.from_dict(parallel or {})
+    groups = initialize_parallel(layout)
+    config = ModelConfig.from_dict({"architecture": MODEL["architecture"] | (architecture or {}), "dtype": dtype})
+    model = wrap_ddp(
+        build_model(config, layout, groups, seed=7, calculate_per_token_loss=per_token),
+        distributed_optimizer=settings.distributed,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+    )
     built, scheduler = build_optimizer(settings, model.chunks, total_steps=10)
-    config = ActorStepConfig.from_dict(
+    step_config = ActorStepConfig.from_dict(
         {"loss": loss or KL_GSPO, "microbatch": microbatch or {"max_tokens": 64}, "minibatches": 2, **step}
     )
-    return ActorStep(model, built, scheduler, config, groups=groups, reference=HostWeights(model.chunks))
+    return ActorStep(model, built, scheduler, step_config, groups=groups, reference=HostWeights(model.chunks))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_support.megatron.minibatch import prepare_minibatch
 from tests.megatron.actor_setup import KL_GSPO, make_rollouts, make_step
 from tests.ranks import run_ranks
 
@@ -19,6 +20,11 @@ LAYOUTS = {
     "cp2": (2, {"parallel": {"context": 2}}),
     "dp2": (2, {}),
     "dp2_distributed_optimizer": (2, {"optimizer": {"distributed": True}}),
+    "dp2_overlap": (2, {"optimizer": {"overlap_grad_reduce": True}}),
+    "dp2_distributed_optimizer_overlap": (
+        2,
+        {"optimizer": {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}},
+    ),
     "padded": (1, {"microbatch": {"max_tokens": 40, "layout": "padded"}}),
     "one_microbatch": (1, {"microbatch": {"max_tokens": 4096}}),
     "every_position": (1, {"logprobs": {"response_only": False}}),
@@ -63,6 +69,45 @@ def test_layout_trains_as_one_process_does(one_process, name):
             assert got == pytest.approx({key: step[key] for key in SAME}, rel=2e-5, abs=1e-7)
         assert torch.equal(torch.isneginf(other_previous), torch.isneginf(previous))
         torch.testing.assert_close(other_previous, previous, rtol=2e-5, atol=2e-5)
+
+
+def _three_microbatches(rank, world, parallel):
+    step = make_step(parallel=parallel, minibatches=1, microbatch={"max_tokens": 32}, optimizer={"clip_grad": 0.0})
+    rollouts = make_rollouts(length=(16, 17)).select(torch.arange(6))
+    minibatch = prepare_minibatch(
+        rollouts,
+        microbatch=step.config.microbatch,
+        groups=step.groups,
+        device=step.model.device,
+        virtual_pipeline=step.model.virtual_pipeline,
+    )
+    metrics = step.step(rollouts).metrics
+    return len(minibatch), {key: metrics[key] for key in SAME}
+
+
+def test_three_microbatches_are_filled_up_to_four_for_two_stages_of_two_chunks():
+    """The interleaved schedule needs a multiple of the pipeline size; an empty microbatch changes nothing."""
+    (plain, expected), *_ = run_ranks(1, _three_microbatches, {})
+    assert plain == 3
+    for parallel, count in (({"pipeline": 2}, 3), ({"pipeline": 2, "virtual_pipeline": 2}, 4)):
+        for found, metrics in run_ranks(2, _three_microbatches, parallel):
+            assert found == count
+            assert metrics == pytest.approx(expected, rel=2e-5, abs=1e-7)
+
+
+def _weights_after_two_updates(rank, world, optimizer):
+    step = make_step(optimizer=optimizer)
+    step.step(make_rollouts())
+    return [parameter.detach().clone() for chunk in step.model.chunks for parameter in chunk.parameters()]
+
+
+def test_weights_are_whole_on_every_rank_when_a_step_that_overlaps_their_gathering_ends():
+    """Reference policy, sampler and checkpoints read them without a forward pass of the trained model."""
+    overlap = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    expected = run_ranks(2, _weights_after_two_updates, {"distributed": True})
+    for weights, other in zip(expected, run_ranks(2, _weights_after_two_updates, overlap), strict=True):
+        for tensor, same in zip(weights, other, strict=True):
+            assert torch.equal(tensor, same)
 
 
 def test_rollouts_hold_tokens_outside_the_support(one_process):

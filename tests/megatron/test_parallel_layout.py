@@ -34,6 +34,18 @@ from tests.ranks import run_ranks
             2,
             r"virtual_pipeline must divide num_layers / pipeline = 8 / 2 = 4, got 3; use one of \[2, 4\] or null",
         ),
+        (
+            {},
+            {"recompute": {"type": "full", "num_layers": 3}},
+            1,
+            r"recompute.num_layers must divide the 4 layers of a model chunk with method uniform, got 3; .*\[1, 2, 4\]",
+        ),
+        (
+            {"num_layers": 8},
+            {"pipeline": 2, "virtual_pipeline": 2, "recompute": {"type": "full", "method": "block", "num_layers": 3}},
+            2,
+            r"recompute.num_layers must be at most the 2 layers of a model chunk, got 3; lower it",
+        ),
         ({"hidden_size": 34}, {}, 1, r"hidden_size must be a multiple of num_attention_heads 4 .*, got 34"),
         ({"head_dim": 7}, {}, 1, r"head_dim must be even for rotary embeddings, got 7"),
         ({"num_query_groups": 3}, {}, 1, r"num_query_groups must divide num_attention_heads 4, got 3; .*\[1, 2, 4\]"),

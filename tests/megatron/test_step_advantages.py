@@ -76,3 +76,23 @@ def test_a_kl_term_without_a_reference_is_refused():
             type(step)(step.model, step.optimizer, None, step.config, groups=step.groups)
 
     run_ranks(1, run)
+
+
+def _filtered_step(rank, world, parallel, sequence_filter):
+    loss = {"surrogate": {"type": "on_policy"}}  # nothing but the filter reads previous log-probabilities
+    step = make_step(loss=loss, parallel=parallel, sequence_filter=sequence_filter, minibatches=1)
+    result = step.step(make_rollouts())
+    return result.metrics, result.rollouts.sample_mask, result.rollouts.response_mask
+
+
+@pytest.mark.parametrize("world, parallel", [(1, {}), (2, {"pipeline": 2}), (2, {})])
+def test_filtered_sequences_leave_before_the_counts_on_every_layout(world, parallel):
+    """Engine log-probabilities are random here, so errors spread widely around their median."""
+    chosen = {"max_logprob_error": 5.0, "max_response_tokens": 9}
+    ((unfiltered, everyone, response),) = run_ranks(1, _filtered_step, {}, {})
+    for metrics, kept, _ in run_ranks(world, _filtered_step, parallel, chosen):
+        assert metrics["long_responses"] > 0 and metrics["rejected_sequences"] > 0
+        assert (everyone & ~kept).sum() == metrics["long_responses"] + metrics["rejected_sequences"]
+        assert metrics["num_valid_samples"] == kept.sum() > 0
+        assert metrics["valid_tokens"] < unfiltered["valid_tokens"] == response.sum()
+        assert metrics["sequence_error_max_after"] <= 5.0 < metrics["sequence_error_max_before"]

@@ -55,7 +55,8 @@ def test_every_rank_has_the_same_result(quickstart):
 def test_the_run_folder_has_what_the_summary_names(quickstart):
     _, rewards, sources, folder = quickstart[0]
     names = {path.name for path in Path(folder).iterdir()}
-    assert names == {"recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json", "rollouts_last_step.jsonl"}
+    written = {"recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json", "rollouts_last_step.jsonl"}
+    assert names == written | {"environment.json", "tokens.jsonl", "token_text.json"}
     first, second = metrics(folder)
     assert [first["reward"], second["reward"]] == rewards
     excluded = sum(step["policy_support_excluded_tokens"] for step in (first, second))
@@ -66,6 +67,34 @@ def test_the_run_folder_has_what_the_summary_names(quickstart):
     assert summary["excluded_tokens"]["total"] == excluded
     assert summary["reward"] == {"first": rewards[0], "last": rewards[1], "steps_averaged": 1}
     assert load_recipe(Path(folder) / "recipe.yaml").train.steps == 2
+
+
+def test_the_excluded_tokens_of_each_step_are_those_that_the_loss_counted(quickstart):
+    folder = Path(quickstart[0][3])
+    records = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+    for values, record in zip(metrics(folder), records, strict=True):
+        by_source = {source: sum(signs.values()) for source, signs in record["excluded"].items()}
+        assert sum(by_source.values()) == values["policy_support_excluded_tokens"] > 0
+        assert by_source["previous"] == values["excluded_by_previous"]
+        assert sum(record["positions"]["excluded"]) == sum(by_source.values())
+        quantiles = record["ratio"]["quantiles"]
+        assert quantiles[0] == pytest.approx(values["probs_ratio_min"], abs=1e-5)
+        assert quantiles[-1] == pytest.approx(values["probs_ratio_max"], abs=1e-5)
+    text = json.loads((folder / "token_text.json").read_text())
+    assert text["97"] == "a" and text["258"] == "<eos>" and "195" not in text, "a byte of a longer character"
+
+
+def test_a_step_measures_time_memory_and_utilisation(tmp_path):
+    """On two pipeline stages, which wait for each other; the profile is of the first rank."""
+    overrides = ["train.steps=2", "parallel={pipeline: 2}", "rollouts.prompts_per_step=8", "logging.tensorboard=false"]
+    overrides += ["logging.peak_tflops=0.001", "train.profile={start: 2, stop: 2}"]
+    folder = Path(run_ranks(2, run, QUICKSTART, tmp_path, overrides)[0][3])
+    for values in metrics(folder):
+        phases = [values[f"seconds/{name}"] for name in ("rollouts", "previous", "reference", "update")]
+        assert all(seconds > 0 for seconds in phases) and sum(phases) <= values["seconds"] * 1.001
+        assert 0 < values["seconds/communication"] < values["seconds"]
+        assert values["memory_gib"] > 0.05 and values["mfu"] > 0
+    assert [path.name for path in (folder / "profile").iterdir()] == ["steps_2_2.json.gz"]
 
 
 def test_the_last_rollouts_are_those_that_were_trained_on(quickstart):

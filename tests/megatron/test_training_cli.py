@@ -186,6 +186,17 @@ BAD_RECIPES = {
         ["logprobs.support=replay"],
         ["logprobs.support replay needs rollouts with the sampler's kept sets"],
     ),
+    "no values for GAE": (
+        ["advantages={type: gae}"],
+        ["must carry the columns ['values'] for gae advantages", "add them to the files"],
+    ),
+    "no values in a sampler's rollouts": (
+        [
+            "advantages={type: gae}",
+            "rollouts={type: sampler, task: sort, prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 4}",
+        ],
+        ["['values'] for gae advantages", "take rollouts from files that have them"],
+    ),
     "no GPU": (["device=cuda"], ["device must be auto or cpu", "got 'cuda'"]),
     "run_dir in a file": (
         ["logging.run_dir=recipe.yaml/runs"],

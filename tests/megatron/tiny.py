@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -141,9 +142,13 @@ def last_stage(results: list) -> Tensor:
 
 
 def parameter_gradients(model: ModelParts) -> dict[str, Tensor]:
-    """Reduced gradients by global parameter name."""
+    """Reduced gradients by global parameter name, whole also where DistributedOptimizer leaves a shard on each rank."""
     from megatron_support.megatron.weights.sharding import global_name
 
+    for chunk in model.chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                _gather_shards(buffer)
     return {
         global_name(chunk, name): parameter.main_grad.clone()
         for chunk in model.bare_chunks
@@ -151,9 +156,18 @@ def parameter_gradients(model: ModelParts) -> dict[str, Tensor]:
     }
 
 
+def _gather_shards(buffer) -> None:
+    """Each rank of a gradient buffer holds its part of every bucket."""
+    group = buffer.data_parallel_group
+    for bucket in buffer.buckets:
+        parts = list(bucket.grad_data.chunk(group.size()))
+        dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+
+
 def shard_of(name, whole, tensor, rank):
     """This rank's part of a whole parameter, stated independently of the loading code."""
-    if name.endswith("layernorm.weight") or tensor == 1:
+    whole_on_every_rank = ("layernorm.weight", "router.weight", "gate_weight")
+    if name.endswith(whole_on_every_rank) or ".local_experts." in name or tensor == 1:
         return whole
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return whole.chunk(tensor, 1)[rank]

@@ -92,15 +92,15 @@ def scatter(batches: list[TokenBatch], values: list[Tensor], total: int) -> tupl
 
 
 @settings(max_examples=40)
-@given(lengths_of, layouts, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
-def test_every_token_is_predicted_once_over_all_ranks(lengths, layout, context_size, data_size, count_multiple):
+@given(lengths_of, layouts, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.integers(24, 120))
+def test_every_token_is_predicted_once_over_all_ranks(lengths, layout, context_size, data_size, count_multiple, budget):
     """What is planned and built for all data x context ranks and put back by index is the batch itself."""
     rollouts = make_rollouts(lengths)
     multiple = 1 if context_size == 1 else 2 * context_size
     multiples: dict[str, Any] = {"layout": layout, "sequence_multiple": multiple}
     plan = plan_microbatches(
         rollouts.lengths,
-        max_tokens=48,
+        max_tokens=budget,
         data_parallel_size=data_size,
         total_multiple=multiple,
         count_multiple=count_multiple,

@@ -129,7 +129,7 @@ def test_sequences_over_the_budget_are_named(layout):
         plan_microbatches(lengths, max_tokens=10, **arguments)
     text = str(caught.value)
     assert "max_tokens=10" in text and "12 needed" in text and "c (12 tokens)" in text
-    assert "raise train.microbatch.max_tokens or drop the sequences" in text
+    assert "raise train.microbatch.max_tokens, set train.microbatch.truncate, or drop the sequences" in text
     assert ("b (9 tokens)" in text) == (layout == "padded")  # a padded row is as wide as the longest
     plan_microbatches(lengths, max_tokens=12, **arguments)
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_support import RolloutSupport, SamplingParams, support_logprobs
 from megatron_support.errors import RolloutError
-from megatron_support.support import compare_supports
+from megatron_support.support import check_support, compare_supports
 from tests.support_reference import reference
 
 
@@ -141,3 +141,11 @@ def test_faults_name_sample_and_token(support, message):
 def test_comparing_with_no_filter_is_an_error():
     with pytest.raises(ValueError, match="filter nothing"):
         compare_supports(torch.zeros(1, 4), torch.tensor([0]), SamplingParams(), csr([[0]]))
+
+
+def test_a_fault_is_named_as_the_caller_names_its_tokens():
+    support, targets = csr([[5], [6], [7, 40], [8]]), torch.tensor([5, 6, 7, 8])
+    with pytest.raises(RolloutError, match=r"of sample 'b', token 9 .target 7.: a token id is outside"):
+        check_support(support, targets, 40, name=lambda token: f"sample 'b', token {token + 7}")
+    with pytest.raises(RolloutError, match=r"of token 2 .target 7.: a token id is outside"):
+        check_support(support, targets, 40)

@@ -1,8 +1,8 @@
-"""The tensors of a dense Llama-family decoder, under the names of Hugging Face's files: what every source speaks."""
+"""The tensors of a Llama-family decoder, under the names of Hugging Face's files: what every source speaks."""
 
 from __future__ import annotations
 
-from megatron_support.config.recipe import Architecture
+from megatron_support.config.recipe import Architecture, MixtureOfExperts
 from megatron_support.megatron.parallel import head_dim, query_groups
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,10 +29,8 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
     }
+    layer |= _mlp_shapes("mlp", hidden, ffn) if architecture.moe is None else _expert_shapes(architecture.moe, hidden)
     if architecture.qkv_bias:
         layer |= {
             "self_attn.q_proj.bias": (queries,),
@@ -47,4 +45,23 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     shapes[FINAL_NORM] = (hidden,)
     if not architecture.tie_embeddings:
         shapes[OUTPUT] = (architecture.vocab_size, hidden)
+    return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (ffn, hidden),
+        f"{prefix}.up_proj.weight": (ffn, hidden),
+        f"{prefix}.down_proj.weight": (hidden, ffn),
+    }
+
+
+def _expert_shapes(moe: MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    for expert in range(moe.num_experts):
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, moe.ffn_hidden_size)
+    if moe.shared_expert_ffn_hidden_size is not None:
+        shapes |= _mlp_shapes("mlp.shared_expert", hidden, moe.shared_expert_ffn_hidden_size)
+    if moe.shared_expert_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron_support.megatron.weights.names import EMBEDDING, FINAL_NORM, OUTPU
 from megatron_support.megatron.weights.source import WeightSource
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 @torch.no_grad()
@@ -46,12 +47,15 @@ def fill_parameters(
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
-    """A parameter's name with its layer counted from 0 over the whole model instead of over the chunk."""
+    """A parameter's name with layer and expert counted from 0 over the whole model instead of over the rank's part."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
     layer: Any = chunk.get_submodule(f"decoder.layers.{match[1]}")
-    return f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+    rest = match[2]
+    if expert := _EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(expert[1])]}.{expert[2]}"
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,20 @@ class _Shards:
         if name == "decoder.final_layernorm.weight":
             return self.source.tensor(FINAL_NORM)
         match = _LAYER.fullmatch(name)
-        assert match is not None and match[2] in _RULES, f"no rule for the Megatron parameter {name}"
-        layer = int(match[1])
-        return _RULES[match[2]](self, lambda part: self.source.tensor(layer_name(layer, part)))
+        assert match is not None, f"no rule for the Megatron parameter {name}"
+        layer, rest, prefix = int(match[1]), match[2], ""
+        shards = self
+        if expert := _EXPERT.fullmatch(rest):
+            rest, prefix = f"mlp.{expert[2]}", f"mlp.experts.{expert[1]}."
+            shards = replace(self, size=1, rank=0)  # an expert is whole, whatever the tensor-parallel size
+        elif rest.startswith("mlp.shared_experts.linear"):
+            rest, prefix = rest.replace("shared_experts.", ""), "mlp.shared_expert."
+        assert rest in _RULES, f"no rule for the Megatron parameter {name}"
+
+        def read(part: str) -> Tensor:
+            return self.source.tensor(layer_name(layer, part.replace("mlp.", prefix) if prefix else part))
+
+        return _RULES[rest](shards, read)
 
     def slice(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor.chunk(self.size, dim)[self.rank]
@@ -117,6 +132,8 @@ _RULES: dict[str, _Rule] = {
         read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")
     ),
     "mlp.linear_fc2.weight": lambda shards, read: shards.slice(read("mlp.down_proj.weight"), 1),
+    "mlp.router.weight": _whole("mlp.gate.weight"),
+    "mlp.shared_experts.gate_weight": _whole("mlp.shared_expert_gate.weight"),
     # local layers have norms of their own, Transformer Engine's linear layers have them inside
     "input_layernorm.weight": _whole("input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": _whole("input_layernorm.weight"),

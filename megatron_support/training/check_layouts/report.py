@@ -1,0 +1,115 @@
+"""The result of a check as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_support.errors import ConfigurationError
+from megatron_support.training.check_layouts.compare import (
+    GRADIENT_TOLERANCE,
+    LOGPROB_TOLERANCE,
+    METRIC_TOLERANCE,
+    Row,
+)
+
+_WIDTH = 140
+"""Columns of a table that goes to a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What rank 0 knows at the end."""
+
+    world: int
+    model: str
+    sequences: int
+    response_tokens: int
+    excluded_tokens: int
+    """In one process."""
+    boundary_tokens: int
+    """Left out of the responses: rounding decides whether they are in the support."""
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        tolerances = {"gradient": GRADIENT_TOLERANCE, "logprob": LOGPROB_TOLERANCE, "metric": METRIC_TOLERANCE}
+        return dataclasses.asdict(self) | {
+            "ok": self.ok,
+            "rows": [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows],
+            "tolerances": tolerances,
+        }
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The heading, one line for each step, and the answer."""
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(
+        f"{report.model}; {report.sequences} sequences, {report.response_tokens} response tokens, "
+        f"{report.excluded_tokens} of them excluded; {report.boundary_tokens} at the boundary of their support left out",
+        highlight=False,
+    )
+    table = Table(box=None)
+    for heading in ("layout", "microbatch", "step"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("loss", "gradient", "logprob", "support", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("result")
+    for row in report.rows:
+        table.add_row(row.layout, row.batch, row.loss_name, *_numbers(row), _result(row))
+    console.print(table)
+    differing = sum(not row.ok for row in report.rows)
+    console.print(
+        f"{len(report.rows)} steps, {differing} differ from one process; gradient: largest difference relative to the "
+        f"tensor's largest entry (up to {GRADIENT_TOLERANCE:.0e}); logprob: largest difference "
+        f"(up to {LOGPROB_TOLERANCE:.0e}); support: tokens inside for one and outside for the other",
+        highlight=False,
+    )
+
+
+def require_writable(path: str) -> None:
+    """Find out before the work whether the report can be written.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--json {path}: cannot write it ({error}); give a file in a writable folder"
+        ) from None
+
+
+def write_json(report: Report, path: str) -> None:
+    Path(path).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _numbers(row: Row) -> list[str]:
+    if row.loss is None:
+        return ["-"] * 4 + [f"{row.seconds:.1f}"]
+    support = "equal" if not row.support_differs else f"{row.support_differs} differ"
+    return [
+        f"{row.loss:+.6f}",
+        f"{row.gradient_difference:.1e}",
+        f"{row.logprob_difference:.1e}",
+        support,
+        f"{row.seconds:.1f}",
+    ]
+
+
+def _result(row: Row) -> str:
+    if row.ok:
+        return "[green]ok[/]"
+    shown = ", ".join(row.problems[:3]) + (f" and {len(row.problems) - 3} more" if len(row.problems) > 3 else "")
+    return f"[bold red]DIFFERS[/]: {shown.replace('[', chr(92) + '[')}"

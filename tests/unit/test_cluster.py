@@ -1,0 +1,88 @@
+"""The Slurm and Kubernetes jobs hand scripts/train_multinode.sh what it needs, as the page about them says."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "examples/cluster/README.md").read_text()
+VARIABLES = {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MAX_RESTARTS"}
+
+ECHO = """#!/usr/bin/env bash
+printf "%s|" "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE" "$@"; echo
+"""
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A repository with a stand-in for train_multinode.sh, and Slurm's two programs for a job of two nodes."""
+    program(tmp_path / "scripts/train_multinode.sh", ECHO)
+    hostnames = '[ "$3" = "node[3-4]" ] && printf "node3\\nnode4\\n"'
+    program(tmp_path / "bin/scontrol", f"#!/usr/bin/env bash\n{hostnames}\n")
+    tasks = 'for node in 0 1; do SLURM_NODEID=$node "$@" || exit 1; done'
+    program(tmp_path / "bin/srun", f'#!/usr/bin/env bash\n[ "$1" = --kill-on-bad-exit=1 ] && shift\n{tasks}\n')
+    shutil.copy(ROOT / "scripts/slurm.sbatch", tmp_path / "job")  # Slurm, too, runs a copy
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NODELIST": "node[3-4]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "41234",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+
+
+def submit(environment: dict, *arguments: str) -> subprocess.CompletedProcess:
+    program = str(Path(environment["SLURM_SUBMIT_DIR"]) / "job")
+    return subprocess.run(["bash", program, *arguments], env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_slurm_starts_each_node_with_its_rank(slurm):
+    done = submit(slurm, "configs/my recipe.yaml", "name=a b")
+    assert done.returncode == 0, done.stderr
+    expected = "2|node3|21234|4|configs/my recipe.yaml|name=a b|"
+    assert done.stdout.splitlines() == [f"0|{expected}", f"1|{expected}"]
+
+
+def test_slurm_refuses_what_cannot_run(slurm, tmp_path):
+    assert submit(slurm).returncode == 2 and "usage: sbatch" in submit(slurm).stderr
+    outside = {name: value for name, value in slurm.items() if name != "SLURM_JOB_NODELIST"}
+    assert "submit this file with sbatch" in submit(outside, "r.yaml").stderr
+    elsewhere = submit({**slurm, "REPOSITORY": str(tmp_path / "bin")}, "r.yaml")
+    assert elsewhere.returncode == 2 and "submit from the repository or set REPOSITORY" in elsewhere.stderr
+
+
+def test_kubernetes_has_the_same_environment():
+    service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/job.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    values = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(values["NNODES"])
+    assert values["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == values["NPROC_PER_NODE"]
+    assert 'NODE_RANK="$JOB_COMPLETION_INDEX"' in container["args"][0]
+    assert set(values) | {"NODE_RANK"} >= VARIABLES
+    (recipe,) = re.findall(r"configs/\w+\.yaml", container["args"][0])
+    assert (ROOT / recipe).is_file()
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_page_names_every_variable_and_files_that_exist():
+    assert {name for name in VARIABLES if f"| `{name}` |" in PAGE} == VARIABLES
+    for path in re.findall(r"(?:scripts|configs|examples)/[\w./]+\.(?:sbatch|yaml)", PAGE):
+        assert (ROOT / path).is_file(), path
