@@ -46,20 +46,24 @@ class ForwardStep:
         chunk = model[0] if isinstance(model, list) else model
         process = Process.current()
         _check_model(attribute(chunk, "config"), process)
-        read = partial(self._read, args=process.args, device=device_of(chunk))
+        device = device_of(chunk)
+
+        def read() -> RlMicrobatch:
+            return self._read(next(data_iterator), process.args, device)
+
         total = None
         if attribute(chunk, "post_process") and torch.is_grad_enabled() and not process.divides_per_token:
             if not self._ahead:
-                self._look_ahead(data_iterator, read, process)
+                self._look_ahead(read, process)
             microbatch, total = self._ahead.popleft(), self._total
         else:
-            microbatch = read(next(data_iterator))
+            microbatch = read()
         microbatch = microbatch.shard(process.groups)
         return run_model(chunk, microbatch), partial(loss_func, process, microbatch, total)
 
-    def _look_ahead(self, data_iterator: Iterator[Any], read: Callable[[Any], RlMicrobatch], process: Process) -> None:
+    def _look_ahead(self, read: Callable[[], RlMicrobatch], process: Process) -> None:
         """Take all microbatches that the schedule will ask for in this step, and count them over all ranks."""
-        self._ahead.extend(read(next(data_iterator)) for _ in range(_num_microbatches()))
+        self._ahead.extend(read() for _ in range(_num_microbatches()))
         own = torch.stack([microbatch.counts() for microbatch in self._ahead]).sum(0)
         self._total = global_counts(own, process.groups.data)
 
