@@ -14,8 +14,10 @@ import typing_extensions
 from torch import Tensor
 
 from megatron_support.config.recipe import ParallelConfig
+from megatron_support.megatron.attention import EagerCoreAttention
 from megatron_support.megatron.host import setup_host
 from megatron_support.megatron.parallel import initialize_parallel
+from megatron_support.megatron.weights.sharding import global_name
 from tests.megatron.tiny import shard_of
 
 VOCAB, WIDTH, MICRO, SEQUENCES = 93, 16, 2, 8
@@ -58,6 +60,7 @@ def start(command_line: list[str]):
     ):
         args = arguments.parse_and_validate_args()
         layout = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
+        layout["context"] = args.context_parallel_size
         groups = initialize_parallel(ParallelConfig.from_dict(layout))
         initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -75,7 +78,9 @@ def build(args):
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     with contextlib.redirect_stdout(io.StringIO()):
-        container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        description = gpt_config_from_args(args)
+        description.transformer_layer_spec = layer_spec()
+        container = pretrain_cfg_container_from_args(args, description)
         model, optimizer, scheduler = training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder,
             cfg_container=container,
@@ -86,6 +91,15 @@ def build(args):
 
     config.finalize_model_grads_func = finalize_model_grads  # as ``train`` does before its loop
     return model, optimizer, scheduler, config
+
+
+def layer_spec():
+    """Megatron's local layer with an attention that knows packing and context parallelism without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = EagerCoreAttention
+    return layer
 
 
 def set_weights(model, groups) -> None:
@@ -111,8 +125,9 @@ def split_dimension(name: str) -> int | None:
 
 
 def named(model):
-    """(name inside the GPTModel, parameter)."""
-    return [(name.removeprefix("module."), parameter) for name, parameter in model[0].named_parameters()]
+    """(global name, parameter) of the one chunk of this rank."""
+    bare = model[0].module
+    return [(global_name(bare, name), parameter) for name, parameter in bare.named_parameters()]
 
 
 def rollouts(step: int = 0) -> dict[str, Tensor]:

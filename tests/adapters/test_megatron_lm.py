@@ -15,8 +15,15 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(setup.MISSING), reason=setup.MISSING)
 
-LAYOUTS = [(1, []), (2, ["--tensor-model-parallel-size", "2"]), (2, [])]
-LAYOUT_NAMES = ["one_rank", "tp2", "dp2"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
+LAYOUTS = {
+    "one_rank": (1, []),
+    "tp2": (2, TENSOR),
+    "tp2_sequence": (2, [*TENSOR, "--sequence-parallel"]),
+    "dp2": (2, []),
+    "cp2": (2, ["--context-parallel-size", "2"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+}
 PER_TOKEN = "--calculate-per-token-loss"
 LOSS = {
     "surrogate": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
@@ -83,6 +90,7 @@ def _compare(results, expected):
     for found, tensor_size, tensor_rank in results:
         for (gradients, metrics, skipped), (whole, expected_metrics) in zip(found, expected, strict=True):
             assert not skipped
+            assert gradients
             for name, gradient in gradients.items():
                 want = shard_of(name, whole[name], tensor_size, tensor_rank)
                 torch.testing.assert_close(gradient, want, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -96,7 +104,7 @@ def expected():
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["divided_here", "per_token"])
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_two_train_steps_have_the_gradients_and_metrics_of_one_process(world, layout, per_token, expected):
     extra = [*layout, *([PER_TOKEN] if per_token else [])]
     _compare(run_ranks(world, _megatron, 2, extra, setup.rollouts), expected)
