@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import shlex
 import sys
 import typing
 from unittest import mock
@@ -25,24 +26,29 @@ VOCAB, WIDTH, MICRO, SEQUENCES = 93, 16, 2, 8
 MISSING = "" if importlib.util.find_spec("megatron.training") else "megatron.training is not importable"
 """Why the tests cannot run. The wheel of megatron-core 0.16.1 has no such package, that of 0.19.2 has."""
 
-FLAGS = """
+_FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --ffn-hidden-size 48 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local
     --no-bias-swiglu-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion
     --no-rope-fusion --no-bias-dropout-fusion --use-cpu-initialization --distributed-backend gloo
-    --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 8 --lr 0.01 --clip-grad 0 --adam-eps 1e-3 --train-iters 4
+    --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 8 --lr 0.01 --clip-grad 0 --adam-eps 1e-3
+    --train-iters 4
     --rl-default-temperature 0.9 --rl-default-top-k 60 --rl-default-top-p 0.9
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.28 --grpo-kl-beta 0.05
     --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 3.0
-""".split()
+"""
 
 
 def flags(*extra: str) -> list[str]:
     """A command line; what the rollouts' shape says is in it."""
     shape = {"seq-length": WIDTH, "max-position-embeddings": WIDTH, "micro-batch-size": MICRO}
     shape |= {"global-batch-size": SEQUENCES, "vocab-size": VOCAB}
-    return [*FLAGS, *(word for name, value in shape.items() for word in (f"--{name}", str(value))), *extra]
+    return [
+        *shlex.split(_FLAGS),
+        *(word for name, value in shape.items() for word in (f"--{name}", str(value))),
+        *extra,
+    ]
 
 
 def start(command_line: list[str]):
@@ -94,7 +100,7 @@ def build(args):
 
 
 def layer_spec():
-    """Megatron's local layer with an attention that knows packing and context parallelism without Transformer Engine."""
+    """Megatron's local layer with an attention that knows packing and context parallelism off a GPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")

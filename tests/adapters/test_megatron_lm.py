@@ -51,7 +51,11 @@ def _reference(rank, world, steps, loss, columns_of, own_passes=False):
         columns = columns_of(number)
         logits = bare(columns["tokens"], columns["position_ids"], None)
         values = support_logprobs(
-            logits[:, :-1].contiguous(), columns["tokens"][:, 1:], SamplingParams(0.9, 60, 0.9), vocab_size=setup.VOCAB
+            logits[:, :-1].contiguous(),
+            columns["tokens"][:, 1:],
+            SamplingParams(0.9, 60, 0.9),
+            vocab_size=setup.VOCAB,
+            entropy=True,
         )
         if own_passes:
             columns["old_logprobs"], columns["ref_logprobs"] = values.filtered.detach(), values.unfiltered.detach()
@@ -59,6 +63,7 @@ def _reference(rank, world, steps, loss, columns_of, own_passes=False):
             ActorLossConfig.from_dict(loss),
             curr_logprobs=values.filtered,
             curr_logprobs_unfiltered=values.unfiltered,
+            entropy=values.entropy,
             advantages=columns["advantages"][:, None].expand(values.filtered.shape),
             response_mask=columns["loss_mask"][:, 1:],
             prev_logprobs=columns["old_logprobs"],
@@ -263,8 +268,8 @@ def _unregistered(rank, world):
     from megatron_support.errors import ConfigurationError
 
     standin.installed(sys.modules)
-    args, groups = setup.start(setup.flags())
-    model, optimizer, scheduler, config = setup.build(args)
+    args, _ = setup.start(setup.flags())
+    model, *_ = setup.build(args)
     with pytest.raises(ConfigurationError, match="must be registered where rollouts are filtered"):
         megatron_lm.rl_forward_step(iter([()]), model[0])
 
