@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_support.adapters.hooks import Hook, Hooks, HostAdapter, MissingSymbol, host_module, symbol
@@ -36,10 +35,9 @@ _WORKER_OF = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolic
 def _replace_wherever_imported(hooks: Hooks, module: str, name: str, value: Any) -> None:
     """Replace a name of a module, and of NeMo-RL's modules that have taken it from there."""
     original = symbol(module, name)
-    holders = [host_module(module)]
-    holders += [m for key, m in list(sys.modules.items()) if key.startswith("nemo_rl") and m is not holders[0]]
-    for holder in holders:
-        if vars(holder).get(name) is original:
+    host_module(module)
+    for key, holder in list(sys.modules.items()):
+        if key.partition(".")[0] == "nemo_rl" and holder is not None and vars(holder).get(name) is original:
             hooks.replace(holder, name, value)
 
 

@@ -33,9 +33,7 @@ def post_process(
     """
     sampling = trained_sampling(processor.sampling_params)
     if not sampling.filters:
-        return original(  # type: ignore[no-any-return]
-            processor, data_dict=data_dict, input_ids=input_ids, cu_seqlens_padded=cu_seqlens_padded
-        )
+        return original(processor, data_dict=data_dict, input_ids=input_ids, cu_seqlens_padded=cu_seqlens_padded)
     tokens = data_dict["input_ids"]
     where = (data_dict["token_mask"] != 0) & (data_dict["sample_mask"] != 0)[:, None]
 

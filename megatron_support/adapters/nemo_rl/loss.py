@@ -69,7 +69,8 @@ class SupportLossFn:
         """The loss of a microbatch, or of one packed sequence.
 
         Args:
-            data: ``input_ids``, ``token_mask``, ``advantages`` and log-probabilities ``[B, S]``; ``sample_mask`` ``[B]``.
+            data: ``input_ids``, ``token_mask``, ``advantages`` and log-probabilities ``[B, S]``, ``sample_mask``
+                ``[B]``.
             global_valid_seqs, global_valid_toks: what divides; NeMo-RL passes 1 where it divides later.
             logits: ``[B, P / C, V/TP]``, P padded tokens of a row, divided by the temperature.
             unread: not read.
@@ -160,5 +161,14 @@ def _normalizers(config: ActorLossConfig) -> dict[str, Any]:
 
 def _one_token(config: ActorLossConfig) -> LossOutput:
     one = -torch.ones(1, 1)
-    names = ("curr_logprobs", "curr_logprobs_unfiltered", "prev_logprobs", "generation_logprobs", "reference_logprobs")
-    return actor_loss(config, advantages=one, response_mask=-one, entropy=-one, **dict.fromkeys(names, one))
+    return actor_loss(
+        config,
+        curr_logprobs=one,
+        curr_logprobs_unfiltered=one,
+        prev_logprobs=one,
+        generation_logprobs=one,
+        reference_logprobs=one,
+        entropy=-one,
+        advantages=one,
+        response_mask=-one,
+    )

@@ -64,7 +64,7 @@ def loss_config(cfg: Any, settings: AdapterSettings) -> ActorLossConfig:
         )
     if config.positive_nll_coef > 0:
         raise ConfigurationError(
-            f"loss_fn.positive_example_nll_weight must be 0, got {config.positive_nll_coef}: NeMo-RL divides it by each "
-            "microbatch's own count, which no global count replaces; set it to 0"
+            f"loss_fn.positive_example_nll_weight must be 0, got {config.positive_nll_coef}: NeMo-RL divides it by "
+            "each microbatch's own count, which no global count replaces; set it to 0"
         )
     return config
