@@ -26,6 +26,11 @@ VOCAB, WIDTH, MICRO, SEQUENCES = 93, 16, 2, 8
 MISSING = "" if importlib.util.find_spec("megatron.training") else "megatron.training is not importable"
 """Why the tests cannot run. The wheel of megatron-core 0.16.1 has no such package, that of 0.19.2 has."""
 
+if not MISSING:  # once, before ranks are forked
+    if not hasattr(typing, "override"):  # all that 0.19.2 takes from Python 3.12 on this path
+        typing.override = typing_extensions.override
+    import megatron.training.training  # noqa: F401
+
 _FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --ffn-hidden-size 48 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
@@ -54,8 +59,6 @@ def flags(*extra: str) -> list[str]:
 def start(command_line: list[str]):
     """Megatron-LM's args, as its own parser makes them, and this rank's groups."""
     setup_host("cpu")
-    if not hasattr(typing, "override"):  # all that 0.19.2 takes from Python 3.12 on this path
-        typing.override = typing_extensions.override
     from megatron.training import arguments
     from megatron.training.initialize import initialize_megatron
 
