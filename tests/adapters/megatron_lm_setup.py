@@ -58,28 +58,43 @@ def flags(*extra: str) -> list[str]:
 
 def start(command_line: list[str]):
     """Megatron-LM's args, as its own parser makes them, and this rank's groups."""
-    setup_host("cpu")
     from megatron.training import arguments
-    from megatron.training.initialize import initialize_megatron
+
+    setup_host("cpu")
+    with on_command_line(command_line):
+        args = arguments.parse_and_validate_args()
+    return args, initialize(args)
+
+
+@contextlib.contextmanager
+def on_command_line(command_line: list[str]):
+    """What Megatron-LM parses for the length of a block, off a GPU and without its report of every argument."""
+    from megatron.training import arguments
 
     with (
         mock.patch.object(sys, "argv", ["train", *command_line]),
         mock.patch.object(arguments, "get_device_arch_version", lambda: 9),  # it asks a GPU
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        args = arguments.parse_and_validate_args()
-        layout = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
-        layout["context"] = args.context_parallel_size
-        groups = initialize_parallel(ParallelConfig.from_dict(layout))
-        initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
+        yield
+
+
+def initialize(args):
+    """What ``pretrain`` makes before the model, off a GPU; this rank's groups."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.training.initialize import initialize_megatron
 
+    layout = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
+    groups = initialize_parallel(ParallelConfig.from_dict(layout | {"context": args.context_parallel_size}))
+    with contextlib.redirect_stdout(io.StringIO()):
+        initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     model_parallel_cuda_manual_seed(1)
-    return args, groups
+    return groups
 
 
-def build(args):
-    """(model chunks, optimizer, scheduler, config) of Megatron-LM, with weights that depend on no layout."""
+def build(args, container=None):
+    """(model chunks, optimizer, scheduler, config) of Megatron-LM."""
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
@@ -87,17 +102,14 @@ def build(args):
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     with contextlib.redirect_stdout(io.StringIO()):
-        description = gpt_config_from_args(args)
-        description.transformer_layer_spec = layer_spec()
-        container = pretrain_cfg_container_from_args(args, description)
+        container = container or pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        container.model.transformer_layer_spec = layer_spec()
         model, optimizer, scheduler = training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder,
             cfg_container=container,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
     config = get_model_config(model[0])
-    from megatron.core.distributed import finalize_model_grads
-
     config.finalize_model_grads_func = finalize_model_grads  # as ``train`` does before its loop
     return model, optimizer, scheduler, config
 
