@@ -8,11 +8,12 @@ HOSTS_CACHE="${HOSTS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_support/hos
 
 # What verl's trainer imports; its distribution asks for inference engines too, which no test here needs.
 VERL=(
-  verl==0.9.1 antlr4-python3-runtime==4.9.3 cachetools==8.0.2 codetiming==1.4.0 datasets==5.2.0 dill==0.4.1 fastapi==0.165.0
-  hydra-core==1.3.8 importlib_metadata==10.2.0 msgpack==1.2.4 multiprocess==0.70.19 opentelemetry-api==1.45.2
-  opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 pandas==3.1.1 peft==0.21.2 pybind11==3.1.0
-  pylatexenc==2.11 pytz==2026.6 pyvers==0.2.3 ray==2.60.0 starlette==1.10.0 tensordict==0.15.3 torchdata==0.11.0
-  uvicorn==0.54.0 wandb==0.31.0 xxhash==4.1.0 zipp==4.1.2
+  verl==0.9.1 antlr4-python3-runtime==4.9.3 attrs==26.1.0 cachetools==8.0.2 cloudpickle==3.1.3 codetiming==1.4.0 datasets==5.2.0
+  dill==0.4.1 fastapi==0.165.0 hydra-core==1.3.8 importlib_metadata==10.2.0 jsonschema==4.26.0
+  jsonschema-specifications==2025.9.1 msgpack==1.2.4 multiprocess==0.70.19 opentelemetry-api==1.45.2
+  opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 orjson==3.13.0 pandas==3.1.1 peft==0.21.2
+  pybind11==3.1.0 pylatexenc==2.11 pytz==2026.6 pyvers==0.2.3 ray==2.60.0 referencing==0.37.0 rpds-py==2026.9.1
+  starlette==1.10.0 tensordict==0.15.3 torchdata==0.11.0 uvicorn==0.54.0 wandb==0.31.0 xxhash==4.1.0 zipp==4.1.2
 )
 
 # wheel DISTRIBUTION VERSION: the folder that the wheel is unpacked in; dependencies are not installed.

@@ -73,6 +73,12 @@ def unregister(host: str | None = None) -> None:
             logger.info("%s: unhooked", name)
 
 
+def installed() -> tuple[tuple[HostAdapter, str | None], ...]:
+    """Every host, with its version where it can be imported. Imports and changes none."""
+    adapters = [_adapter(name) for name in HOSTS]
+    return tuple((adapter, adapter.version if adapter.present else None) for adapter in adapters)
+
+
 def _chosen(host: str | None) -> tuple[str, ...]:
     if host is None:
         return HOSTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -201,6 +202,19 @@ def test_autoload_imports_no_host_and_no_torch():
     code = "import sys, megatron_support.autoload as a; print(len(a.reports), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["0", "False"]
+
+
+def test_doctor_lists_hosts(host, monkeypatch, capsys):
+    from megatron_support.__main__ import main
+
+    monkeypatch.setenv("COLUMNS", "160")
+    use(monkeypatch, ALL)
+    assert main(["doctor"]) == 0
+    assert re.search(r"slime +ok +1\.2\.3", capsys.readouterr().out)
+    use(monkeypatch, ALL, module="no_such_host")
+    main(["doctor"])
+    assert re.search(r"slime +not used +not importable +a host: its guide", capsys.readouterr().out)
+    assert host.function() == "original"
 
 
 def test_the_hosts_and_their_packages():
