@@ -235,6 +235,19 @@ def test_a_microbatch_without_tokens_of_this_kind_keeps_its_graph():
     assert float(logged["loss"]) == 0.0
 
 
+@pytest.mark.parametrize("engine_is_previous", [False, True])
+def test_the_logged_difference_is_between_trainer_and_engine(engine_is_previous):
+    """slime's: the previous pass against the engine, or the current one where the engine's values are the previous."""
+    args, batch = arguments(rollout_top_k=12, use_rollout_logprobs=engine_is_previous), rollouts()
+    current = reference_logprobs(table(), batch, args, replay=False)["filtered"]
+    engine, previous = torch.cat(batch["rollout_log_probs"]), torch.cat(batch["log_probs"])
+    trainer = current if engine_is_previous else previous
+    outside = torch.isneginf(engine) | torch.isneginf(current)
+    outside |= torch.isneginf(engine if engine_is_previous else previous)
+    wanted = reducer(batch, False)(torch.where(outside, 0.0, (trainer - engine).abs().double()))
+    assert float(one(args, batch)[2]["train_rollout_logprob_abs_diff"]) == pytest.approx(float(wanted), rel=1e-5)
+
+
 def test_a_nan_stops_by_name():
     batch = rollouts()
     batch["loss_masks"][0][0] = 1

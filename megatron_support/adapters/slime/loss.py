@@ -128,7 +128,8 @@ def _logged(
             "ppo_kl": reduced(previous - tensors["curr_logprobs"].detach()),
         }
         if generation is not None:
-            logged["train_rollout_logprob_abs_diff"] = reduced((previous - generation).abs())
+            trainer = tensors["curr_logprobs"].detach() if args.use_rollout_logprobs else previous
+            logged["train_rollout_logprob_abs_diff"] = reduced((trainer - generation).abs())
     totals: dict[str, Tensor] = {}
     for output in outputs:
         ours = host_metrics(output.metrics)
