@@ -45,5 +45,8 @@ setup(
             "triton>=3.2; sys_platform == 'linux'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-support = megatron_support.__main__:main"]},
+    entry_points={
+        "console_scripts": ["megatron-support = megatron_support.__main__:main"],
+        "verl.plugins": ["megatron_support = megatron_support.autoload"],
+    },
 )
