@@ -163,6 +163,8 @@ def installed(modules: dict[str, Any], *, worker: bool = True) -> types.SimpleNa
     policies = module("nemo_rl.models.policy.lm_policy", resolve_policy_worker_cls=lambda fqn, config: fqn)
     registry = {WORKER: "an interpreter"}
     module("nemo_rl.distributed.ray_actor_environment_registry", ACTOR_ENVIRONMENT_REGISTRY=registry)
+    module("nemo_rl.models.policy.utils", get_runtime_env_for_policy_worker=lambda name: {"of": name})
+    module(WORKER.rpartition(".")[0], MegatronPolicyWorkerImpl=type("MegatronPolicyWorkerImpl", (), {}))
     train = None
     if worker:
         train = module("nemo_rl.models.megatron.train")
@@ -171,7 +173,7 @@ def installed(modules: dict[str, Any], *, worker: bool = True) -> types.SimpleNa
     else:
         modules["nemo_rl.models.megatron.train"] = None
     ray = types.ModuleType("ray")
-    ray.remote = lambda **options: lambda actor: actor
+    ray.remote = lambda **options: lambda actor: type(actor.__name__, (actor,), {"options": options})
     modules["ray"] = ray
     return types.SimpleNamespace(
         grpo=grpo, loss=loss, estimators=estimators, policies=policies, registry=registry, train=train

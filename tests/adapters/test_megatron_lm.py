@@ -15,7 +15,7 @@ from megatron_support.types import SamplingParams
 from tests.adapters import megatron_lm_setup as setup
 from tests.adapters import megatron_rl_standin as standin
 from tests.megatron.tiny import shard_of
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(setup.MISSING), reason=setup.MISSING)
 
@@ -143,6 +143,17 @@ def test_a_sequence_loss_of_the_settings_file_counts_sequences(name, per_token, 
     expected = run_ranks(1, _reference, 1, GSPO, setup.rollouts)[0]
     extra = [*layout, *([PER_TOKEN] if per_token else [])]
     _compare(run_ranks(world, _megatron, 1, extra, setup.rollouts), expected)
+
+
+def _with_a_fault(step):
+    columns = setup.rollouts(step)
+    columns["old_logprobs"][1, 5] = torch.nan
+    return columns
+
+
+def test_a_fault_stops_the_run_before_the_optimizer_and_names_its_token():
+    with pytest.raises(RanksFailed, match=r"LogprobFault: prev_logprobs at token 21 of sequence 1 is nan"):
+        run_ranks(1, _megatron, 1, [PER_TOKEN], _with_a_fault)
 
 
 def _outside(columns):

@@ -14,8 +14,9 @@ from megatron_support.adapters import registry
 from megatron_support.adapters.context import AdapterSettings
 from megatron_support.adapters.megatron_lm.logprobs import is_hooked
 from megatron_support.adapters.megatron_lm.microbatch import rl_microbatch
-from megatron_support.adapters.megatron_lm.options import loss_config, rollout_sampling
-from megatron_support.adapters.megatron_lm.step import two_element_metrics
+from megatron_support.adapters.megatron_lm.options import Process, loss_config, rollout_sampling
+from megatron_support.adapters.megatron_lm.step import check_model_losses, two_element_metrics
+from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.metrics import Max, Mean, MetricSet, Sum
 from megatron_support.types import SamplingParams
@@ -131,6 +132,21 @@ def test_metrics_are_quotients_of_sums_over_microbatches_and_ranks():
     assert set(pairs[0]) == {"mean", "count"}
     sums = {name: sum(pair[name] for pair in pairs) for name in pairs[0]}
     assert {name: float(value[0] / value[1]) for name, value in sums.items()} == {"mean": 2.0, "count": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("per_token", "changes", "message"),
+    [
+        (True, {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, "calculate_per_token_loss must be off"),
+        (False, {"mtp_num_layers": 1}, "mtp_num_layers must be null"),
+    ],
+)
+def test_a_model_with_losses_of_its_own_is_refused(per_token, changes, message):
+    none = {"num_moe_experts": None, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "mtp_num_layers": None}
+    process = Process(args=args(calculate_per_token_loss=per_token), settings=settings(), groups=ParallelGroups())
+    with pytest.raises(ConfigurationError, match=message):
+        check_model_losses(Namespace(**(none | changes)), process)
+    check_model_losses(Namespace(**none), process)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -365,6 +366,20 @@ def test_megatron_workers_start_from_a_module_that_registers(nemo_rl, registrati
     assert chosen == "megatron_support.adapters.nemo_rl.worker.SupportPolicyWorker"
     assert nemo_rl.registry[chosen] == nemo_rl.registry[standin.WORKER]
     assert nemo_rl.policies.resolve_policy_worker_cls("another.Worker", {}) == "another.Worker"
+
+
+def test_a_worker_s_module_registers_in_its_process(nemo_rl, registration, monkeypatch):
+    from megatron_support.adapters.nemo_rl import WORKER
+
+    module, _, name = WORKER.rpartition(".")
+    before = vars(nemo_rl.train.LogprobsPostProcessor)["__call__"]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    worker = getattr(importlib.import_module(module), name)
+    monkeypatch.delitem(sys.modules, module)
+    assert vars(nemo_rl.train.LogprobsPostProcessor)["__call__"] is not before
+    theirs = sys.modules[standin.WORKER.rpartition(".")[0]].MegatronPolicyWorkerImpl
+    assert issubclass(worker, theirs)
+    assert worker.options == {"runtime_env": {"of": "megatron_policy_worker"}}
 
 
 def test_a_driver_without_megatron_is_hooked_where_it_can_be(monkeypatch, registration):

@@ -45,7 +45,7 @@ class ForwardStep:
         """
         chunk = model[0] if isinstance(model, list) else model
         process = Process.current()
-        _check_model(attribute(chunk, "config"), process)
+        check_model_losses(attribute(chunk, "config"), process)
         device = device_of(chunk)
 
         def read() -> RlMicrobatch:
@@ -156,7 +156,12 @@ def _loss_factor(process: Process) -> float:
     )
 
 
-def _check_model(config: Any, process: Process) -> None:
+def check_model_losses(config: Any, process: Process) -> None:
+    """Refuse a model that adds losses which cannot go beside the actor's.
+
+    Raises:
+        ConfigurationError: multi-token prediction; auxiliary losses of experts where Megatron divides by tokens.
+    """
     from megatron_support.megatron.model_losses import check_model, has_auxiliary_losses
 
     check_model(config)
