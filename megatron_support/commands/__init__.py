@@ -1,6 +1,6 @@
 """One module per command: ``add(commands)`` declares it, and imports what it runs only when it runs."""
 
-from megatron_support.commands import check, doctor, inspect, recipe, report, tasks, train, validate
+from megatron_support.commands import check, doctor, export, inspect, recipe, report, tasks, train, validate
 
 COMMANDS = (
     train,
@@ -8,6 +8,7 @@ COMMANDS = (
     recipe,
     report,
     inspect,
+    export,
     check,
     doctor,
     tasks,
