@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.launcher.api import elastic_launch
 
+import megatron_support.megatron.model  # noqa: F401  (imported before ranks are forked)
 from megatron_support.training.launch import launch_config
 from tests.faults import runs
 
@@ -79,7 +81,7 @@ def run_with_kills(folder: Path, overrides: list[str], kills: Sequence[Kill], *,
         target=_supervise, args=(folder, overrides, list(kills), ranks, log)
     )
     supervisor.start()
-    supervisor.join(400)
+    supervisor.join(200)
     if supervisor.is_alive():
         supervisor.terminate()
         supervisor.join(40)
@@ -88,11 +90,14 @@ def run_with_kills(folder: Path, overrides: list[str], kills: Sequence[Kill], *,
 
 
 def _supervise(folder: Path, overrides: list[str], kills: list[Kill], ranks: int, log: Path) -> None:
-    config = dataclasses.replace(launch_config(ranks, len(kills)), start_method="fork")
+    # ranks are forked from a process that has imported everything and has one thread, unlike the launcher's
+    multiprocessing.set_forkserver_preload(["tests.faults.kills"])
+    config = dataclasses.replace(launch_config(ranks, len(kills)), start_method="forkserver")
     elastic_launch(config, _attempt)(folder, overrides, kills, log)
 
 
 def _attempt(folder: Path, overrides: list[str], kills: list[Kill], log: Path) -> None:
+    torch.set_num_threads(1)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 
     def write(event: str, **values: Any) -> None:

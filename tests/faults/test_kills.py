@@ -1,4 +1,4 @@
-"""Ten kills at seeded moments: nothing is lost but steps since the last checkpoint, and the end is the same bit by bit."""
+"""Kills at seeded moments: nothing is lost but steps since the last checkpoint, and the end is the same bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 EVERY = 2
 # what is drawn in one run; together every part, and the five of the issue under asynchronous saves too
 RUNS = {
-    "DP2": (LAYOUTS["DP2"], list(PARTS)[:5] + ["metrics of a step"]),
+    "DP2": (LAYOUTS["DP2"], [*list(PARTS)[:5], "metrics of a step"]),
     "PP2, saves beside": (
         [*LAYOUTS["PP2"], "checkpoint.async_save=true"],
         ["sampling", "save", *list(PARTS)[5:8], "end of the run"],
@@ -37,7 +37,7 @@ def test_the_end_is_that_of_an_undisturbed_run(case, tmp_path):
 
 
 def _check_losses(events: list[dict], *, late: int) -> None:
-    """A start repeats at most the steps since the last checkpoint, which may be one interval behind where it is late."""
+    """A start repeats at most the steps since the last checkpoint, which is up to an interval behind where it is late."""
     steps = [[e["step"] for e in events if e["event"] == "step" and e["attempt"] == a] for a in range(len(events))]
     last = 0
     for done in filter(None, steps):

@@ -153,7 +153,7 @@ def test_a_path_is_a_run_or_a_checkpoint_of_one(tmp_path):
     assert_same(branch, folder)
 
     def refused(rank, world):
-        with pytest.raises(ConfigurationError, match="checkpoint.resume must be auto, never, a run folder"):
+        with pytest.raises(ConfigurationError, match=r"checkpoint\.resume must be auto, never, a run folder"):
             runs.run(rank, world, tmp_path, [f"checkpoint.resume={tmp_path}"])
 
     run_ranks(2, refused)
