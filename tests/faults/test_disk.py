@@ -108,7 +108,7 @@ def test_checkpoints_that_will_not_fit_are_an_error_before_training(tmp_path):
         return (expect_end if policy == "raise" else runs.run)(rank, world, tmp_path, overrides)
 
     first, second = run_ranks(2, on_rank, "raise")
-    assert first == second and "3 checkpoints of 0.000175 GiB must fit on the disk, free are 0.000279 GiB" in first
+    assert first == second and "3 checkpoints of 0.000151 GiB must fit on the disk, free are 0.000279 GiB" in first
     assert not (tmp_path / "runs").exists(), "nothing is written"
     text = run_ranks(1, on_rank, "continue")[0]
     assert "must fit on the disk" in text and "; the run goes on" in text and names(only_run(tmp_path))

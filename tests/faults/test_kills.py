@@ -37,7 +37,7 @@ def test_the_end_is_that_of_an_undisturbed_run(case, tmp_path):
 
 
 def _check_losses(events: list[dict], *, late: int) -> None:
-    """A start repeats at most the steps since the last checkpoint, which is up to an interval behind where it is late."""
+    """A start repeats at most the steps since the last checkpoint, which is an interval behind where it is late."""
     steps = [[e["step"] for e in events if e["event"] == "step" and e["attempt"] == a] for a in range(len(events))]
     last = 0
     for done in filter(None, steps):
