@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import runs
-from tests.faults.kills import PARTS, draw_kills, run_with_kills
+from tests.faults.kills import PARTS, Kill, draw_kills, run_with_kills
 from tests.faults.runs import LAYOUTS, STEPS, assert_same, metrics, names
 from tests.ranks import run_ranks
 
@@ -29,11 +29,20 @@ def test_the_end_is_that_of_an_undisturbed_run(case, tmp_path):
 
     run_ranks(2, runs.run, tmp_path / "straight", overrides)
     straight = runs.only_run(tmp_path / "straight")
-    killed = next(path for path in (tmp_path / "killed" / "runs").iterdir() if (path / "summary.json").exists())
+    *cut_off, killed = sorted((tmp_path / "killed" / "runs").iterdir())
+    assert not any((run / "checkpoints" / "latest").exists() for run in cut_off), "they died before their first one"
     assert_same(killed, straight)
     assert metrics(killed) == metrics(straight)
     assert names(killed) == names(straight) == ["latest", f"step_{STEPS - EVERY}", f"step_{STEPS}"]
     _check_losses(events, late=EVERY if "checkpoint.async_save=true" in overrides else 0)
+
+
+def test_a_run_that_has_ended_is_not_begun_again(tmp_path):
+    """One rank dies when the other has written the summary already."""
+    kill = Kill("end of the run", 1, 1, 20.0)
+    events = run_with_kills(tmp_path, ["train.steps=2"], [kill], ranks=2)
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
+    assert (runs.only_run(tmp_path) / "summary.json").exists()
 
 
 def _check_losses(events: list[dict], *, late: int) -> None:
