@@ -38,9 +38,14 @@ PARTS = {
     "removing old checkpoints": ("training.checkpoints", None, "remove_checkpoint"),
     "metrics of a step": ("training.folder", "RunFolder", "write_step"),
     "end of the run": ("training.run", "_Loop", "_write_end"),
+    "after the summary": ("training.run", None, "print_summary"),
 }
 # those that the first rank alone goes through
-FIRST_RANK = {name for name in PARTS if name.startswith("save, ")} | {"removing old checkpoints", "metrics of a step"}
+FIRST_RANK = {name for name in PARTS if name.startswith("save, ")} | {
+    "removing old checkpoints",
+    "metrics of a step",
+    "after the summary",
+}
 
 
 @dataclass(frozen=True)

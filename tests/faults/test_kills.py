@@ -38,8 +38,8 @@ def test_the_end_is_that_of_an_undisturbed_run(case, tmp_path):
 
 
 def test_a_run_that_has_ended_is_not_begun_again(tmp_path):
-    """One rank dies when the other has written the summary already."""
-    kill = Kill("end of the run", 1, 1, 20.0)
+    """The first rank dies when the summary is written and the other has gone."""
+    kill = Kill("after the summary", 0, 1, 0.2)
     events = run_with_kills(tmp_path, ["train.steps=2"], [kill], ranks=2)
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert (runs.only_run(tmp_path) / "summary.json").exists()
