@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import os
 import re
@@ -35,6 +36,10 @@ _FIRST_RANK_WRITES = (
     ("megatron.core.dist_checkpointing.strategies.common", "TorchCommonSaveStrategy", "save_common"),
     ("megatron.core.dist_checkpointing.strategies.filesystem_async", "FileSystemWriterAsync", "finish"),
     ("megatron.core.dist_checkpointing.serialization", None, "save_config"),
+)
+# later releases default to the writers of another package; we wait for those of Megatron-Core
+_OWN_STRATEGY: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
@@ -91,6 +96,7 @@ class CheckpointWriter:
                 async_sharded_save=True,
                 content_metadata=dict(metadata),
                 preprocess_common_before_consistancy_check=_without_rank_values,
+                **_OWN_STRATEGY,
             )
 
         self._guarded(prepare)
