@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
@@ -151,6 +152,23 @@ def load_checkpoint(
 def load_model_weights(path: str | Path, model: ModelParts) -> None:
     """The weights of a checkpoint, and nothing else of it. Collective."""
     load_checkpoint(path, model)
+
+
+def read_saved_model(path: str | Path) -> tuple[Architecture, torch.dtype]:
+    """Architecture and precision of the model in a checkpoint folder. torch.distributed must be up.
+
+    Raises:
+        ConfigurationError: it is no checkpoint, or one that was not written by :func:`save_checkpoint`.
+    """
+    folder = _checkpoint_folder(Path(path))
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get("architecture")
+    if saved is None:
+        raise ConfigurationError(
+            f"{folder}: does not say what model it holds; use a checkpoint of a run of megatron-support"
+        )
+    metadata = dist_checkpointing.load_tensors_metadata(str(folder))
+    (embedding,) = [tensor for key, tensor in metadata.items() if key == "embedding.word_embeddings.weight"]
+    return Architecture.from_dict(saved), embedding.dtype
 
 
 def _named_chunks(model: ModelParts) -> list[tuple[str, Any]]:

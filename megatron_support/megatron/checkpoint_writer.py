@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -243,13 +244,10 @@ def _async_queue() -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's own words where there are some."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__
-    return str(error)
+    """The operating system's own words where there are some: an error from a writer process is text by now."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return re.sub(r"^(Worker failure: )?(\[Errno \d+\] )?", "", str(error))
 
 
 @contextlib.contextmanager

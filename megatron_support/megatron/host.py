@@ -50,6 +50,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
 from megatron_support.errors import ConfigurationError
@@ -168,7 +169,13 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
         raise ConfigurationError(
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start with torchrun --nproc-per-node {world}"
         )
-    dist.init_process_group(host.backend, timeout=timeout, device_id=device_id)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    restart = _environment_int("TORCHELASTIC_RESTART_COUNT", 0)
+    if restart and _environment_int("GROUP_WORLD_SIZE", 1) == 1:
+        # the launcher keeps one store over restarts (pytorch/pytorch#135712), with addresses of ranks that are gone;
+        # launchers on several machines count restarts differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        store = dist.PrefixStore(f"restart_{restart}", store)
+    dist.init_process_group(host.backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
 
 
 def _start_alone(host: Host, timeout: timedelta) -> None:

@@ -142,6 +142,18 @@ class RunFolder:
             self._wandb = WandbRun(self._recipe, self.path)
 
 
+def ended_since(recipe: Recipe, since: float) -> bool:
+    """Whether a run of this name has ended, at its last step or by a signal, with everything saved.
+
+    Args:
+        recipe: of the run.
+        since: seconds since the epoch.
+    """
+    runs = Path(recipe.logging.run_dir).expanduser().glob(f"{recipe.name}-*")
+    marks = [run / name for run in runs for name in (STOPPED, SUMMARY)]
+    return any(mark.exists() and mark.stat().st_mtime >= since for mark in marks)
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a file that is there whole or as it was before."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import yaml
 
 from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
-from megatron_support.training.folder import CHECKPOINTS, RECIPE, SUMMARY
+from megatron_support.training.folder import CHECKPOINTS, ENVIRONMENT, RECIPE, SUMMARY
 from megatron_support.training.run_lock import is_locked
 
 STEP = "step_"
@@ -79,11 +81,30 @@ def _unfinished(recipe: Recipe) -> Path | None:
     """The newest run of the same recipe that has a checkpoint, did not end, and that nobody is writing."""
     parent = Path(recipe.logging.run_dir).expanduser()
     for run in sorted(parent.glob(f"{recipe.name}-*"), reverse=True):
-        if (run / SUMMARY).exists() or newest_checkpoint(run) is None:
+        if ((run / SUMMARY).exists() and not _of_this_launch(run)) or newest_checkpoint(run) is None:
             continue
         if _continues(recipe, run) and not is_locked(run / RECIPE):
             return run
     return None
+
+
+def launch_id() -> str | None:
+    """What the launcher calls this launch, the same after a restart; None where it gives no name of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name
+
+
+def _of_this_launch(run: Path) -> bool:
+    """Whether a restart finds a run that its own launch has finished: a rank was killed on its way out.
+
+    It is done again from its last checkpoint, which leaves nothing to do, instead of a new one from the start.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or launch_id() is None:
+        return False
+    try:
+        return json.loads((run / ENVIRONMENT).read_text(encoding="utf-8")).get("launch") == launch_id()
+    except (OSError, ValueError):
+        return False
 
 
 def _continues(recipe: Recipe, run: Path) -> bool:

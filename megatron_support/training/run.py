@@ -27,7 +27,7 @@ from megatron_support.training.environment import describe_environment
 from megatron_support.training.folder import CHECKPOINT, RunFolder
 from megatron_support.training.history import History
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
-from megatron_support.training.resume import Start, find_start
+from megatron_support.training.resume import Start, find_start, launch_id
 from megatron_support.training.stop import StopSignals
 from megatron_support.training.summary import Summary, print_summary
 from megatron_support.training.token_text import plain_token_text, token_text
@@ -57,7 +57,7 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
         training = build_training(checked, groups, view.phase)
         start, folder = _start_together(recipe, groups, host)
         history, done = _load(start, training)
-        folder.environment = describe_environment(groups, host.device)
+        folder.environment = {**describe_environment(groups, host.device), "launch": launch_id()}
         say = (lambda line: _say(console, line)) if groups.is_main else (lambda line: None)
         say(f"{recipe.name}: {_describe(checked, groups, host)}")
         for note in checked.notes:
