@@ -151,9 +151,8 @@ def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
         match = _REFERENCE.fullmatch(name)
         if match is None:
             raise RuleBroken(
-                f"{'.'.join(path)}: an interpolation must be ${{field.name}}, ${{oc.env:NAME}} or ${{oc.decode:${{oc.env:NAME}}}}, "
-                f"got "
-                f"{_short('${' + name + '}')}; write the value"
+                f"{'.'.join(path)}: an interpolation must be ${{field.name}}, ${{oc.env:NAME}} or "
+                f"${{oc.decode:${{oc.env:NAME}}}}, got {_short('${' + name + '}')}; write the value"
             )
         parents = len(match[1])
         start = path[:-parents] if parents else ()
