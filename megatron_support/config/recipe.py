@@ -436,6 +436,9 @@ class Recipe(StrictModel):
     name: str
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
+    may_read: list[str] | None = None
+    """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights and
+    ``defaults`` may lie in; relative to the recipe's folder. Paths given on the command line need none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
