@@ -96,7 +96,7 @@ def slime_rollout() -> dict[str, Any]:
                 "response_length": len(response),
                 "reward": REWARDS[number],
                 "loss_mask": None,
-                "rollout_log_probs": generation,
+                "rollout_log_probs": list(generation),
                 "rollout_top_p_token_ids": torch.tensor([i for kept in sets for i in kept], dtype=torch.int32),
                 "rollout_top_p_token_offsets": torch.tensor(sizes, dtype=torch.int32),
                 "remove_sample": number == 1,
@@ -126,7 +126,7 @@ def slime_train() -> dict[str, Any]:
         "format_version": 2,
         "rollout_id": 7,
         "samples": samples,
-        "raw_reward": REWARDS,
+        "raw_reward": list(REWARDS),
         "dp_shards": [[0, 1]],
     }
 
@@ -152,7 +152,7 @@ def bank_group(uid: str = "gen-000003/0") -> dict[str, Any]:
     """A group of both samples; a member's turns are those of one conversation."""
     return {
         "uid": uid,
-        "reward": REWARDS,
+        "reward": list(REWARDS),
         "turns": [[[*PROMPT, *response]] for response in RESPONSES],
         "masks": [[[0, 0, *[1] * len(response)]] for response in RESPONSES],
         "logprobs": [[list(values)] for values in GENERATION],

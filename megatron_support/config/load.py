@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -12,9 +12,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_support.config.base import StrictModel
-from megatron_support.config.recipe import Recipe, Weights
+from megatron_support.config.paths import absolute, allowed_folders, anchored, check_allowed
+from megatron_support.config.recipe import Recipe
 from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
 from megatron_support.errors import ConfigurationError
+
+MAX_FILES = 64
+"""Of one recipe with its ``defaults``; each may name others, so a few could come to any number."""
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
@@ -22,10 +26,11 @@ Schema = TypeVar("Schema", bound=StrictModel)
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
-    Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. A recipe
-    may begin with ``defaults: [base.yaml, ...]``: files, relative to it, whose fields it takes over. Later files win
-    over earlier ones and the recipe over all; mappings merge field by field, lists are replaced, and a mapping whose
-    ``type`` differs replaces the other, because its fields are other fields.
+    Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. What a
+    recipe names lies in its folder, the working directory or a folder of its field ``may_read``. A recipe may begin
+    with ``defaults: [base.yaml, ...]``: files, relative to it, whose fields it takes over. Later files win over earlier
+    ones and the recipe over all; mappings merge field by field, lists are replaced, and a mapping whose ``type``
+    differs replaces the other, because its fields are other fields.
 
     Args:
         path: a YAML file (safe subset; ``${...}`` interpolation as in omegaconf, ``${oc.env:NAME,default}`` reads the
@@ -34,14 +39,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             was there.
 
     Raises:
-        ConfigurationError: unreadable file, bad YAML, files that inherit in a circle, bad override, or every broken
-            rule of the schema at once.
+        ConfigurationError: unreadable file, bad YAML, a path that the recipe may not read, files that inherit in a
+            circle, bad override, or every broken rule of the schema at once.
     """
     path = Path(path)
     try:
-        tree = OmegaConf.create(_inherited(path, ()))
-        for override in overrides:
-            key, value = _assignment(override)
+        tree = OmegaConf.create(_inherited(path, _Reading(path)))
+        assignments = [_assignment(override) for override in overrides]
+        for key, value in assignments:
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
         check_interpolations(OmegaConf.to_container(tree, resolve=False))
         data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
@@ -49,7 +54,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
-    return _anchored(Recipe.from_dict(data, source=str(path)), path.resolve().parent)
+    return anchored(Recipe.from_dict(data, source=str(path)), path, [key for key, _ in assignments])
 
 
 def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:
@@ -69,11 +74,40 @@ def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:
     return schema.from_dict(data, source="fields to set")
 
 
-def _inherited(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
+class _Reading:
+    """The files of one recipe: which may be read, and which have been."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folders: tuple[Path, ...] | None = None
+        self._files = 0
+
+    def begin(self, path: Path, tree: Mapping[str, Any]) -> None:
+        """A file has been parsed; the first one says which folders the others may lie in."""
+        if self._folders is None:
+            named = tree.get("may_read")
+            self._folders = allowed_folders(
+                path, [name for name in named if isinstance(name, str)] if isinstance(named, list) else ()
+            )
+        self._files += 1
+        if self._files > MAX_FILES:
+            raise ConfigurationError(f"{self._path}: defaults must name at most {MAX_FILES} files in all; write fewer")
+
+    def base(self, heir: Path, name: str) -> Path:
+        """A file that ``heir`` names in its defaults, where it may be read."""
+        assert self._folders is not None
+        path = heir.parent / Path(name).expanduser()
+        there = absolute(path, Path.cwd())
+        check_allowed(there, (*self._folders, absolute(heir.parent, Path.cwd())), field="defaults", source=heir)
+        return path
+
+
+def _inherited(path: Path, reading: _Reading, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's fields over those of its ``defaults``; interpolations are still unresolved.
 
     Args:
         path: the file.
+        reading: the files of the recipe so far.
         heirs: the files that inherit from it, outermost first.
     """
     resolved = path.resolve()
@@ -81,12 +115,13 @@ def _inherited(path: Path, heirs: tuple[Path, ...]) -> dict[str, Any]:
         circle = " -> ".join(file.name for file in (*heirs[heirs.index(resolved) :], resolved))
         raise ConfigurationError(f"{path}: defaults must not lead back to a recipe, got {circle}; take one out")
     tree = _parsed(path, heirs[-1] if heirs else None)
+    reading.begin(path, tree)
     bases = tree.pop("defaults", [])
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigurationError(f"{path}: defaults: must be a list of recipe files, got {bases!r}; write [base.yaml]")
     result: dict[str, Any] = {}
     for base in bases:
-        result = _merge_fields(result, _inherited(path.parent / base, (*heirs, resolved)))
+        result = _merge_fields(result, _inherited(reading.base(path, base), reading, (*heirs, resolved)))
     return _merge_fields(result, tree)
 
 
@@ -134,28 +169,3 @@ def _assignment(override: str) -> tuple[str, Any]:
     except (RuleBroken, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigurationError(f"override {override!r}: the value is not valid YAML ({error}); correct it") from None
     return key, cast("dict[str, Any]", tree)["value"]
-
-
-def _anchored(recipe: Recipe, folder: Path) -> Recipe:
-    """The same recipe with absolute paths of rollout files and weights."""
-    updates: dict[str, object] = {
-        "model": recipe.model.model_copy(update={"weights": _at(recipe.model.weights, folder)})
-    }
-    for name in ("reference", "teacher"):
-        part = getattr(recipe, name)
-        if part.checkpoint is not None:
-            updates[name] = part.model_copy(update={"checkpoint": _at(part.checkpoint, folder)})
-    if recipe.rollouts.type == "files":
-        paths = [_absolute(path, folder) for path in recipe.rollouts.paths]
-        updates["rollouts"] = recipe.rollouts.model_copy(update={"paths": paths})
-    return recipe.model_copy(update=updates)
-
-
-def _at(weights: Weights, folder: Path) -> Weights:
-    if weights.type == "random" or weights.path.startswith("package:"):
-        return weights
-    return weights.model_copy(update={"path": _absolute(weights.path, folder)})
-
-
-def _absolute(path: str, folder: Path) -> str:
-    return str((folder / Path(path).expanduser()).resolve())

@@ -465,6 +465,9 @@ class Recipe(StrictModel):
     name: str
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
+    may_read: list[str] | None = None
+    """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights and
+    ``defaults`` may lie in; relative to the recipe's folder. Paths given on the command line need none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_minutes: PositiveFloat = 30.0
     """Longest wait of a rank for the others in one collective. A rank that fails ends the others in seconds whatever it

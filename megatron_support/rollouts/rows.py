@@ -349,6 +349,6 @@ def at_place(place: str, check: Callable[[], Result], names: Mapping[str, str] |
         return check()
     except FieldError as error:
         message = str(error)
-        ours = re.split(r"[.:\[]", message, maxsplit=1)[0]
-        own = (names or {}).get(ours, ours)
+        ours = re.split(r"[:\[]", message, maxsplit=1)[0]
+        own = (names or {}).get(ours) or (names or {}).get(ours.split(".")[0], ours)
         raise RolloutError(f"{place}: {f'{own}, read as ' if own != ours else ''}{message}") from None

@@ -16,7 +16,7 @@ import yaml
 
 from megatron_support.__main__ import main
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts.files import read_rollouts
+from megatron_support.rollouts.readers import read_dump
 from megatron_support.training import checks
 from tests.ranks import run_ranks
 
@@ -135,9 +135,9 @@ def test_what_one_rank_alone_finds_ends_all(folder):
         def read(path, **options):
             if rank == 1:
                 raise RolloutError(f"{path}:2: reward: required and missing; add it")
-            return read_rollouts(path, **options)
+            return read_dump(path, **options)
 
-        checks.read_rollouts = read  # in this forked rank alone
+        checks.read_dump = read  # in this forked rank alone
         return command(rank, world, folder, ["train", "recipe.yaml"])
 
     (code, _, message), (other_code, _, silence) = run_ranks(2, run, timeout=60)

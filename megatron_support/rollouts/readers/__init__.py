@@ -102,7 +102,7 @@ def _torch_content(path: Path, format: str | None) -> Any:
 def _detect(path: Path, content: Any) -> str:
     if megatron_bank.looks_like(path):
         return "megatron_bank"
-    if path.is_dir():
+    if path.is_dir() and prime_rl.files_of(path):
         return "prime_rl"
     if content is not None:
         for name, module in (("slime", slime), ("skyrl", skyrl)):

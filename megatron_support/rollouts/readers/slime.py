@@ -67,6 +67,7 @@ def read(path: Path, content: Any, assumptions: Assumptions) -> Reading:
             "response_mask": "loss_masks" if train else "loss_mask",
             "reward": "raw_reward or rewards" if train else "reward",
             "support": "rollout_top_p_token_ids",
+            "support.offsets": "rollout_top_p_token_offsets",
             **(_RESPONSE_COLUMNS if train else {}),
         },
     )

@@ -108,5 +108,6 @@ def _check_opcodes(path: Path, content: bytes) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
+    """Its name and the reason: torch's own advice, to load the file as a pickle, is not passed on."""
+    lines = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
