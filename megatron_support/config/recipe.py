@@ -100,7 +100,7 @@ class MegatronWeights(StrictModel):
 
 
 class HuggingFaceWeights(StrictModel):
-    """A folder with config.json and safetensors of a dense Llama, Qwen2 or Qwen3 model."""
+    """A folder with config.json and safetensors of a Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
 
     type: Literal["huggingface"]
     path: str
