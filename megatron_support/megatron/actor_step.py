@@ -32,6 +32,7 @@ from megatron_support.megatron.minibatch import prepare_minibatch, token_multipl
 from megatron_support.megatron.model_losses import check_actor_loss, check_model
 from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
+from megatron_support.megatron.same_rollouts import check_same_rollouts
 from megatron_support.megatron.scaling import survivor_rescale
 from megatron_support.megatron.schedule import run_schedule
 from megatron_support.megatron.step_metrics import minibatch_outcome
@@ -125,14 +126,15 @@ class ActorStep:
         Every rank passes the same batch.
 
         Raises:
-            RolloutError: a sequence is longer than the token budget, which does not truncate; or a kept set does not
-                fit its token.
+            RolloutError: the batch differs between ranks; a sequence is longer than the token budget, which does not
+                truncate; or a kept set does not fit its token.
             ConfigurationError: it truncates, at a length that this layout cannot hold.
             Fault: a log-probability or the gradient norm is not finite where it must be and ``on_fault`` is ``raise``,
                 on every rank with the same message. Weights and optimizer are as they were before the minibatch in
                 which it was found.
         """
         clock = _Clock()
+        check_same_rollouts(rollouts, self.config.loss, self.groups, self.model.device)
         rollouts, metrics = mask_cut_off(with_support_mode(rollouts, self.config.logprobs), self.config.sequence_filter)
         rollouts, cut = self._truncated(rollouts)
         metrics |= {"truncated_sequences": Sum(cut)} if self.config.microbatch.truncate else {}

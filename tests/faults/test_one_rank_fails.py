@@ -82,6 +82,42 @@ def test_a_nan_is_named_with_its_step_and_its_samples_are_kept_for_replay(layout
     assert "generation_logprobs of sample '2-0-0', token " in again and "is nan" in again
 
 
+def train_with_nan_on_the_first(rank, world, folder, overrides):
+    if rank == 0:
+        sources.make_rollouts = with_nan
+    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_c24_a_nan_that_one_rank_alone_holds_is_the_same_error_on_both(layout, tmp_path):
+    runs.recipe(tmp_path)
+    start = time.monotonic()
+    results = run_ranks(2, train_with_nan_on_the_first, tmp_path, LAYOUTS[layout], timeout=120)
+    assert time.monotonic() - start < LONGEST
+    assert [code for code, _ in results] == [2, 2]
+    (message,) = [err for _, err in results if err]
+    assert "generation_logprobs of sample '2-0-0', token " in message and "is nan" in message
+
+
+def train_with_other_rewards(rank, world, folder):
+    """A reward that is not a function of the response alone."""
+
+    def noisy(*args, **kwargs):
+        rollouts = make_rollouts(*args, **kwargs)
+        return rollouts.with_columns(rewards=rollouts.rewards + rank)
+
+    sources.make_rollouts = noisy
+    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}")
+
+
+def test_ranks_with_other_rollouts_are_found_out(tmp_path):
+    runs.recipe(tmp_path)
+    results = run_ranks(2, train_with_other_rewards, tmp_path, timeout=120)
+    assert [code for code, _ in results] == [2, 2]
+    (message,) = [err for _, err in results if err]
+    assert "every rank must be given the same rollouts, got others in rewards on some" in message
+
+
 @pytest.mark.parametrize("on_fault", ["skip_sample", "skip_step"])
 def test_a_run_may_go_on_without_it(on_fault, tmp_path):
     runs.recipe(tmp_path)

@@ -111,6 +111,11 @@ BAD_ROWS = {
         row(generation_logprobs=[0.0, 0.0, -1.0, float("nan"), -1.0]),
         ["generation_logprobs"],
     ),
+    "generation log-probability above 0": (
+        row(generation_logprobs=[0.0, 0.0, -1.0, 0.5, -1.0]),
+        ["generation_logprobs", "0.5"],
+    ),
+    "too few generation log-probabilities": (row(generation_logprobs=[0.0, 0.0, -1.0]), ["generation_logprobs", "3"]),
     "no sampling parameters": (without("sampling"), ["sampling"]),
     "top_p out of range": (row(sampling={"temperature": 1.0, "top_k": 8, "top_p": 1.5}), ["top_p", "1.5"]),
     "reward missing": (without("reward"), ["reward"]),
@@ -143,6 +148,22 @@ def test_what_one_rank_alone_finds_ends_all(folder):
     (code, _, message), (other_code, _, silence) = run_ranks(2, run, timeout=60)
     assert (code, other_code, silence) == (2, 2, "")
     assert message.endswith("rollouts.jsonl:2: reward: required and missing; add it\n")
+
+
+@pytest.mark.parametrize("masked", [[True, False], [True, True]], ids=["one rank's sequences", "all"])
+def test_c13_masked_sequences_train_nothing_and_are_no_error(masked, folder):
+    """Data parallel: a step whose sequences are all masked on one rank, or on both."""
+    unfiltered = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+    rows = [row(id=f"{i}", reward=1.0, sample_mask=not gone, sampling=unfiltered) for i, gone in enumerate(masked)]
+    (folder / "rollouts.jsonl").write_text("\n".join(rows) + "\n")
+    arguments = ["train", "recipe.yaml", "parallel.tensor=1", "advantages={type: reinforce_pp, whiten: false}"]
+    results = run_ranks(2, command, folder, arguments, timeout=60)
+    assert [code for code, _, _ in results] == [0, 0], results
+    (run,) = (folder / "runs").iterdir()
+    metrics = json.loads((run / "metrics.jsonl").read_text())
+    assert metrics["valid_tokens"] == 3 * masked.count(False)
+    assert metrics["skipped_updates"] == int(all(masked))
+    assert (metrics["loss"] == 0) == all(masked)
 
 
 # overrides of the recipe, parts of the message
