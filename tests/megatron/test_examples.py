@@ -6,13 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from megatron_support.rollouts.files import read_rollouts
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, *launcher: str) -> list[str]:
+def run(name: str, *arguments: str) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, *launcher, str(EXAMPLES / name)]
+    program = [sys.executable, str(EXAMPLES / name), *arguments]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
@@ -35,6 +39,15 @@ def test_replaying_a_support_loses_nothing():
     recomputed, replayed, gap = run("replay_support.py")
     assert int(re.search(r": +(\d+) of 2000", recomputed).group(1)) > 10
     assert re.search(r": +0 of 2000", replayed) and 0 < float(re.search(r": +([\d.]+) nats", gap).group(1)) < 0.1
+
+
+def test_scoring_a_file(tmp_path):
+    excluded, gap, written = run("score_file.py", str(tmp_path / "scored.parquet"))
+    count = int(re.search(r": (\d+) of 64", excluded).group(1))
+    scored = read_rollouts(tmp_path / "scored.parquet")
+    assert count == int((scored.prev_logprobs == -torch.inf).sum()) > 0 and written.endswith("scored.parquet")
+    assert 0 < float(re.search(r": ([\d.]+) nats", gap).group(1)) < 20
+    assert bool(torch.isfinite(scored.prev_logprobs_unfiltered).all())
 
 
 def test_a_surrogate_of_your_own():
