@@ -69,6 +69,8 @@ class Row:
     """0 where a file has no number outside the response."""
     reward_components: list[float] | None = None
     unknown_fields: frozenset[str] = frozenset()
+    place: str = ""
+    """File and line."""
 
 
 class FieldError(ValueError):
