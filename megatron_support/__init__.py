@@ -32,6 +32,8 @@ _PUBLIC = {
     "reinforce_pp_advantages": "advantages",
     "gae_advantages": "advantages",
     "opd_advantages": "advantages",
+    "register": "adapters",
+    "unregister": "adapters",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

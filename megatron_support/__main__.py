@@ -11,24 +11,29 @@ from collections.abc import Sequence
 
 from megatron_support import __version__
 from megatron_support.commands import COMMANDS
-from megatron_support.commands.common import BAD_INPUT
-from megatron_support.errors import ConfigurationError, Fault, RolloutError
+from megatron_support.commands.common import BAD_INPUT, FAILURE
+from megatron_support.errors import CheckpointError, ConfigurationError, Fault, PeerError, RolloutError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 2 where the input is at fault: the message has gone to stderr, from the first rank alone.
+        0, or 2 where the input is at fault, or 1 where a disk is: the message has gone to stderr, from the first rank
+        alone.
     """
     options = _parse(arguments)
     _be_quiet()
     try:
         return options.command(options)
     except (ConfigurationError, RolloutError, Fault) as error:
-        if _speaks():
-            sys.stderr.write(f"error: {error}\n")
+        _say(error)
         return BAD_INPUT
+    except CheckpointError as error:
+        _say(error)
+        return FAILURE
+    except PeerError:
+        return FAILURE
     except KeyboardInterrupt:
         return 130
 
@@ -70,13 +75,17 @@ def _be_quiet() -> None:
         logging.getLogger(module).setLevel(logging.ERROR)
 
 
-def _speaks() -> bool:
-    """Whether this rank reports an error: the first, and the first without a GPU of its own, which it alone knows."""
-    if _rank() == 0:
-        return True
-    torch = sys.modules.get("torch")
-    local = os.environ.get("LOCAL_RANK", "")
-    return torch is not None and local.isdecimal() and 0 < torch.cuda.device_count() == int(local)
+def _say(error: Exception) -> None:
+    """Report an error unless another rank does: the one that found it, the first, or the first without a GPU."""
+    if hasattr(error, "spoken"):
+        speaks = not error.spoken
+    else:
+        torch = sys.modules.get("torch")
+        local = os.environ.get("LOCAL_RANK", "")
+        alone = torch is not None and local.isdecimal() and 0 < torch.cuda.device_count() == int(local)
+        speaks = _rank() == 0 or alone
+    if speaks:
+        sys.stderr.write(f"error: {error}\n")
 
 
 def _rank() -> int:

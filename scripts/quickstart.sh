@@ -4,7 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-install
+# shellcheck disable=SC2119
+install # no extras
 say "training configs/quickstart.yaml under torchrun on 2 CPU ranks (tensor parallel); run folders go to ./runs"
 export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 # --ranks is torchrun --standalone, with the command's own exit code; the same under torchrun itself:

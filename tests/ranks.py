@@ -1,4 +1,4 @@
-"""Run a function on N forked gloo ranks and return what each rank returned.
+"""Run a function on N ranks (forked, with gloo, unless asked otherwise) and return what each rank returned.
 
 Forking from a parent that has already imported torch and megatron makes a two-rank test take half a second instead of
 the twelve that cold interpreters need. Rendezvous is a file, so nothing listens on a fixed port.
@@ -24,20 +24,31 @@ class RanksFailed(AssertionError):
     """At least one rank raised or did not end in time; carries every rank's traceback."""
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
-    """``[fn(rank, world, *args, **kwargs) for rank in range(world)]``, each in its own forked process.
+def run_ranks(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 240.0,
+    backend: str = "gloo",
+    start_method: str = "fork",
+    **kwargs: Any,
+) -> list[Any]:
+    """``[fn(rank, world, *args, **kwargs) for rank in range(world)]``, each in its own process.
 
     Args:
-        fn: any callable (closures too); its result must pickle.
+        fn: any callable (closures too, where forked); its result must pickle.
         timeout: seconds after which the ranks are ended and the test fails.
+        backend: of torch.distributed. With NCCL a rank has the GPU of its number.
+        start_method: of multiprocessing. A process that has used CUDA cannot be forked.
 
     Raises:
         RanksFailed: naming each failed rank, with its traceback.
     """
-    context = mp.get_context("fork")
+    context = mp.get_context(start_method)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
-            context.Process(target=_entry, args=(rank, world, folder, fn, args, kwargs)) for rank in range(world)
+            context.Process(target=_entry, args=(rank, world, folder, backend, fn, args, kwargs))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -50,12 +61,16 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 2
         return [pickle.loads((Path(folder) / f"result-{r}").read_bytes()) for r in range(world)]
 
 
-def _entry(rank: int, world: int, folder: str, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+def _entry(rank: int, world: int, folder: str, backend: str, fn: Callable[..., Any], args: tuple, kwargs: dict) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        gpu = torch.device("cuda", rank) if backend == "nccl" else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        meeting = f"file://{folder}/rendezvous"
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, device_id=gpu)
         result = fn(rank, world, *args, **kwargs)
         (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
         _leave_together()

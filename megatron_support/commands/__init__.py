@@ -1,6 +1,19 @@
 """One module per command: ``add(commands)`` declares it, and imports what it runs only when it runs."""
 
-from megatron_support.commands import check, convert, doctor, inspect, recipe, report, tasks, train, validate
+from megatron_support.commands import (
+    check,
+    convert,
+    doctor,
+    export,
+    inspect,
+    recipe,
+    replay,
+    report,
+    score,
+    tasks,
+    train,
+    validate,
+)
 
 COMMANDS = (
     train,
@@ -9,6 +22,9 @@ COMMANDS = (
     report,
     inspect,
     convert,
+    score,
+    replay,
+    export,
     check,
     doctor,
     tasks,

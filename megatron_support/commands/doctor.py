@@ -21,8 +21,16 @@ def run(options: argparse.Namespace) -> int:
     """Examine this machine and print the findings."""
     from rich.console import Console
 
-    from megatron_support.training.doctor import examine, print_findings
+    from megatron_support.adapters.registry import installed
+    from megatron_support.training.doctor import Finding, examine, print_findings
 
     findings = examine()
+    if not any(finding.state == "broken" for finding in findings):  # adapters import torch
+        findings += [
+            Finding(item=adapter.name, state="not used", value="not importable", remedy=f"a host: {adapter.guide}")
+            if version is None
+            else Finding(item=adapter.name, state="ok", value=version)
+            for adapter, version in installed()
+        ]
     print_findings(findings, Console())
     return BAD_INPUT if any(finding.state == "broken" for finding in findings) else SUCCESS

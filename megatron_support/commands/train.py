@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import TYPE_CHECKING
 
 from megatron_support.commands.common import SUCCESS, add_recipe, positive
@@ -23,6 +24,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--ranks", type=positive, metavar="N", help="start N ranks on this machine, as torchrun --standalone would"
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="with --ranks: start all ranks again, up to N times, after one has failed; see checkpoint.every",
+    )
     parser.set_defaults(command=run)
 
 
@@ -31,12 +39,22 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_support.config import load_recipe
+    from megatron_support.errors import ConfigurationError
 
     recipe = load_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
     if options.ranks is not None:
+        from megatron_support.training.folder import ended_since
         from megatron_support.training.launch import launch
 
-        return launch(["train", options.recipe, *options.overrides], options.ranks)
+        start = time.time()
+        return launch(
+            ["train", options.recipe, *options.overrides],
+            options.ranks,
+            max_restarts=options.max_restarts,
+            ended=lambda: ended_since(recipe, start),
+        )
+    if options.max_restarts:
+        raise ConfigurationError("--max-restarts needs --ranks N, got none; add it, or give --max-restarts to torchrun")
     from megatron_support.training.run import train
 
     train(recipe, Console())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_support.config.base import StrictModel
 from megatron_support.config.paths import absolute, allowed_folders, anchored, check_allowed
 from megatron_support.config.recipe import Recipe
 from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
@@ -18,6 +19,8 @@ from megatron_support.errors import ConfigurationError
 
 MAX_FILES = 64
 """Of one recipe with its ``defaults``; each may name others, so a few could come to any number."""
+
+Schema = TypeVar("Schema", bound=StrictModel)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -52,6 +55,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
     return anchored(Recipe.from_dict(data, source=str(path)), path, [key for key, _ in assignments])
+
+
+def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:
+    """A part of a recipe from assignments alone, over its defaults.
+
+    Raises:
+        ConfigurationError: a bad assignment, or every broken rule of the schema at once.
+    """
+    try:
+        tree = OmegaConf.create()
+        for override in overrides:
+            key, value = _assignment(override)
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
+        data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"fields to set: {error}; correct them") from None
+    return schema.from_dict(data, source="fields to set")
 
 
 class _Reading:

@@ -17,6 +17,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
+OnFault = Literal["raise", "skip_sample", "skip_step"]
 
 
 class MixtureOfExperts(StrictModel):
@@ -323,12 +324,37 @@ class TrainConfig(StrictModel):
     save_final: bool = False
     """Write the trained weights into the run folder as a Megatron checkpoint."""
     profile: ProfileConfig | None = None
+    on_fault: OnFault = "raise"
+    """What a number that must be finite and is not does. raise: end the run before an update. skip_sample: go on
+    without the samples at fault, as if they were not there. skip_step: no further update in this step. Counted."""
 
     @model_validator(mode="after")
     def _profile_ends(self) -> Self:
         if self.profile is not None and self.profile.stop > self.steps:
             raise ValueError(f"profile.stop must be <= steps ({self.steps}), got {self.profile.stop}; lower it")
         return self
+
+
+class CheckpointConfig(StrictModel):
+    """Checkpoints that a run continues from, in ``checkpoints/step_N`` of the run folder.
+
+    With ``every`` SIGTERM and SIGINT end the run after the present step and a last checkpoint, with exit code 0.
+    """
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; there is one after the last step too. Null for none."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints kept, the newest; null keeps all."""
+    async_save: bool = False
+    """Write while the next steps run, from a copy in host memory."""
+    on_write_error: Literal["raise", "continue"] = "raise"
+    """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
+    trains on and says so after each checkpoint that was lost."""
+    resume: str = "auto"
+    """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
+    did not end (``parallel``, ``device``, ``logging`` and ``checkpoint`` may differ); never: start anew; else a path:
+    of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from which a new run
+    goes on."""
 
 
 class LogprobConfig(StrictModel):
@@ -416,6 +442,9 @@ class ActorStepConfig(StrictModel):
     minibatches: PositiveInt = 1
     epochs: PositiveInt = 1
     shuffle: bool = False
+    on_fault: OnFault = "raise"
+    """What a number that must be finite and is not does. raise: end the run before an update. skip_sample: go on
+    without the samples at fault, as if they were not there. skip_step: no further update in this step. Counted."""
     seed: NonNegativeInt = 1234
 
     @property
@@ -440,6 +469,9 @@ class Recipe(StrictModel):
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights and
     ``defaults`` may lie in; relative to the recipe's folder. Paths given on the command line need none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_minutes: PositiveFloat = 30.0
+    """Longest wait of a rank for the others in one collective. A rank that fails ends the others in seconds whatever it
+    is; this is for one that hangs."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerSettings
@@ -451,6 +483,7 @@ class Recipe(StrictModel):
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
     train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @field_validator("name")
@@ -524,5 +557,6 @@ class Recipe(StrictModel):
             minibatches=self.train.minibatches,
             epochs=self.train.epochs,
             shuffle=self.train.shuffle,
+            on_fault=self.train.on_fault,
             seed=self.seed,
         )

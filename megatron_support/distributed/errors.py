@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_support.errors import ConfigurationError, Fault, GradientFault, LogprobFault, RolloutError
+from megatron_support.errors import (
+    CheckpointError,
+    ConfigurationError,
+    Fault,
+    GradientFault,
+    LogprobFault,
+    RolloutError,
+)
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigurationError, GradientFault, LogprobFault, Fault, RolloutError, ValueError, RuntimeError)
+    for kind in (
+        ConfigurationError,
+        GradientFault,
+        LogprobFault,
+        Fault,
+        RolloutError,
+        CheckpointError,
+        ValueError,
+        RuntimeError,
+    )
 }
 """A type comes before those it derives from."""
+
+
+Result = TypeVar("Result")
+
+
+def decide_together(
+    function: Callable[[], Result], *, group: ProcessGroup | None = None, device: torch.device | None = None
+) -> Result:
+    """What each rank's function returns, or one error on all of them if it failed on any. Collective.
+
+    For what may differ between machines, such as reading a file: the function itself must enter no collective.
+
+    Args:
+        function: called once on every rank.
+        group: None for all ranks.
+        device: one that the group's backend works on; None for the CPU.
+
+    Raises:
+        Exception: as :func:`raise_together`.
+    """
+    result: Result | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as found:  # noqa: BLE001 - the others must not wait for this rank
+        error = found
+    raise_together(error, group or dist.group.WORLD, device)
+    return cast("Result", result)
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None, device: torch.device | None = None) -> None:
@@ -38,13 +85,21 @@ def raise_together(error: Exception | None, group: ProcessGroup | None, device: 
     if not failed.item():
         return
     gathered: list[tuple[str, str] | None] = [None] * group.size()
-    dist.all_gather_object(gathered, None if error is None else (_kind(error), str(error)), group=group)
+    dist.all_gather_object(
+        gathered, None if error is None else (kind_of(error) or "RuntimeError", str(error)), group=group
+    )
     reports = [report for report in gathered if report is not None]
     kind, message = reports[0]
     others = len({report for report in reports if report != reports[0]})
     suffix = f"\n(and {others} more on other ranks)" if others else ""
-    raise _KINDS[kind](message + suffix) from error
+    raise error_like(kind, message + suffix) from error
 
 
-def _kind(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+def kind_of(error: Exception) -> str | None:
+    """Name of the nearest type that other ranks can raise too; None for an exception from elsewhere."""
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
+
+
+def error_like(kind: str, message: str) -> Exception:
+    """An exception of a kind that :func:`kind_of` has named."""
+    return _KINDS[kind](message)

@@ -61,6 +61,12 @@ def find_faults(config: ActorLossConfig, **tensors: Any) -> FaultCounts:
     return FaultCounts(by_name=counts, total=total)
 
 
+def fault_mask(config: ActorLossConfig, **tensors: Any) -> Tensor:
+    """bool, of the tokens' shape: where any tensor has a fault. Arguments and errors as for :func:`find_faults`."""
+    masks = [mask for mask, _, _ in _faults(config, _inputs(config, tensors)).values()]
+    return torch.stack(masks).any(dim=0)
+
+
 def describe_faults(config: ActorLossConfig, *, limit: int = 5, **tensors: Any) -> list[TokenFault]:
     """The first ``limit`` faults of each tensor. Reads values, so it synchronises; for messages."""
     inputs = _inputs(config, tensors)

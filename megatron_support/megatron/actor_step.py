@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 
 from megatron_support.advantages import compute_advantages
+from megatron_support.config.advantages import Advantages
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.errors import ConfigurationError, GradientFault
-from megatron_support.megatron.faults import check_replayed, check_rollouts, raise_faults
-from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, gather_logprobs, with_support_mode
+from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.faults import (
+    CURRENT_COLUMNS,
+    FoundFaults,
+    LeftOut,
+    check_replayed,
+    find_minibatch_faults,
+    find_rollout_faults,
+)
+from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
+from megatron_support.megatron.gather import gather_logprobs
 from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord
 from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
 from megatron_support.megatron.model_losses import check_actor_loss, check_model
@@ -43,7 +52,7 @@ class StepResult:
     metrics: dict[str, float]
     """Reduced over microbatches, minibatches and ranks; ``seconds/<phase>`` are this rank's."""
     rollouts: RolloutBatch
-    """The batch with prev_logprobs, reference_logprobs and advantages filled in (and curr_logprobs where kept)."""
+    """With prev_logprobs, reference_logprobs and advantages filled in; and :data:`CURRENT_COLUMNS` where kept."""
 
 
 @dataclass
@@ -72,7 +81,7 @@ class ActorStep:
         reference: weights of the reference policy. Only a KL term needs them; see ``ActorStepConfig.needs_reference``.
         teacher: weights of the teacher of ``opd`` advantages; None: rollouts carry ``teacher_logprobs``.
         on_phase: called on every rank as ``(phase, done, total)``, for progress.
-        keep_current: fill ``curr_logprobs`` of the result's rollouts, for reports; one more collective a minibatch.
+        keep_current: fill :data:`CURRENT_COLUMNS` of the result, for reports; one more collective a minibatch.
 
     Raises:
         ConfigurationError: the configuration needs a reference policy and none is given, or the loss cannot be combined
@@ -119,8 +128,9 @@ class ActorStep:
             RolloutError: a sequence is longer than the token budget, which does not truncate; or a kept set does not
                 fit its token.
             ConfigurationError: it truncates, at a length that this layout cannot hold.
-            Fault: a log-probability or the gradient norm is not finite where it must be, on every rank with the same
-                message. Weights and optimizer are as they were before the minibatch in which it was found.
+            Fault: a log-probability or the gradient norm is not finite where it must be and ``on_fault`` is ``raise``,
+                on every rank with the same message. Weights and optimizer are as they were before the minibatch in
+                which it was found.
         """
         clock = _Clock()
         rollouts, metrics = mask_cut_off(with_support_mode(rollouts, self.config.logprobs), self.config.sequence_filter)
@@ -136,22 +146,29 @@ class ActorStep:
         if self.teacher is not None:
             with clock.phase("teacher"):
                 rollouts = self._with_teacher(rollouts, self.teacher)
-        check_rollouts(rollouts, self.config.loss)
-        rollouts = self._with_advantages(rollouts)
-        current = torch.zeros(rollouts.tokens.numel()) if self.keep_current else None
+        left_out = LeftOut(self.config.on_fault, rollouts.num_sequences)
+        faults = find_rollout_faults(rollouts, self.config.loss)
+        if faults is not None:
+            left_out.take(faults)
+            rollouts = left_out.mask(rollouts)
+        rollouts = with_advantages(rollouts, self.config.advantages)
+        current = {name: torch.zeros(rollouts.tokens.numel()) for name in self._kept_columns}
         with clock.phase("update"):
             total = self.config.epochs * self.config.minibatches
             for done, indices in enumerate(self._minibatch_indices(rollouts.num_sequences)):
                 self.on_phase("update", done, total)
-                found, values = self._update(rollouts.select(indices))
+                found, values, indices = self._minibatch(rollouts, indices, left_out)
                 metrics = metrics.merge(found)
-                if current is not None and values is not None:
-                    current[ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])] = values
+                rows = ragged_arange(rollouts.cu_seqlens[indices], rollouts.lengths[indices])
+                for name, column in values.items():
+                    current[name][rows] = column
             gather_parameters(self.model)
             self.on_phase("update", total, total)
         self.steps += 1
+        metrics |= left_out.metrics
+        rollouts = left_out.mask(rollouts)
         numbers = metrics.compute() | {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(curr_logprobs=current))
+        return StepResult(metrics=numbers, rollouts=rollouts.with_columns(**(dict.fromkeys(CURRENT_COLUMNS) | current)))
 
     def _truncated(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, int]:
         _, total_multiple = token_multiples(
@@ -199,26 +216,32 @@ class ActorStep:
             logprobs=self.config.logprobs,
         )
 
-    def _with_advantages(self, rollouts: RolloutBatch) -> RolloutBatch:
-        advantages = compute_advantages(
-            self.config.advantages,
-            rewards=rollouts.rewards,
-            group_ids=rollouts.group_ids,
-            response_mask=rollouts.response_mask,
-            sequence_ids=rollouts.sequence_ids,
-            sample_mask=rollouts.sample_mask,
-            filtered=rollouts.filtering[rollouts.sequence_ids],
-            prev_logprobs=rollouts.prev_logprobs,
-            prev_logprobs_unfiltered=rollouts.prev_logprobs_unfiltered,
-            reference_logprobs=rollouts.reference_logprobs,
-            teacher_logprobs=rollouts.teacher_logprobs,
-            values=rollouts.values,
-            reward_components=rollouts.reward_components,
-        )
-        return rollouts.with_columns(advantages=advantages)
+    @property
+    def _kept_columns(self) -> tuple[str, ...]:
+        """What the loss saw of the current policy and a result keeps."""
+        if not self.keep_current:
+            return ()
+        return CURRENT_COLUMNS if self.config.loss.entropy_coef > 0 else CURRENT_COLUMNS[:2]
 
-    def _update(self, rollouts: RolloutBatch) -> tuple[MetricSet, Tensor | None]:
-        """One optimizer step on one minibatch; its metrics, and its current log-probabilities where they are kept."""
+    def _minibatch(
+        self, rollouts: RolloutBatch, indices: Tensor, left_out: LeftOut
+    ) -> tuple[MetricSet, dict[str, Tensor], Tensor]:
+        """One optimizer step on some sequences, or on those of them without a fault.
+
+        Returns:
+            Metrics, the columns that are kept, and the sequences they are about.
+        """
+        while True:
+            indices = indices[~left_out.sequences[indices]]
+            if not indices.numel():
+                return self._apply(0, left_out), {}, indices
+            result = self._update(rollouts.select(indices), left_out)
+            if not isinstance(result, FoundFaults):
+                return (*result, indices)
+            left_out.take(result, indices)
+
+    def _update(self, rollouts: RolloutBatch, left_out: LeftOut) -> tuple[MetricSet, dict[str, Tensor]] | FoundFaults:
+        """One optimizer step on one minibatch; its metrics, and the columns that are kept. None with a fault."""
         minibatch = prepare_minibatch(
             rollouts,
             microbatch=self.config.microbatch,
@@ -241,7 +264,7 @@ class ActorStep:
         records = run_schedule(self.model, minibatch, loss.forward_step, forward_only=False)
         outcome = minibatch_outcome(records, loss, self.groups, self.model.device)
         if outcome.faults:
-            raise_faults(records, loss, rollouts, self.groups)
+            return find_minibatch_faults(records, loss, rollouts, self.groups)
         value = outcome.loss
         if loss.survivors:
             rescale = survivor_rescale(
@@ -250,38 +273,61 @@ class ActorStep:
             for chunk in self.model.chunks:
                 chunk.scale_gradients(rescale)  # type: ignore[operator]
             value /= outcome.survivors or loss.rollout_count or 1
-        metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens)
-        return metrics, self._current(records, rollouts) if self.keep_current else None
+        metrics = outcome.metrics | {"loss": Mean(value, 1)} | self._apply(minibatch.valid_tokens, left_out)
+        return metrics, self._current(records, rollouts)
 
-    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> Tensor:
+    def _current(self, records: list[MicrobatchRecord], rollouts: RolloutBatch) -> dict[str, Tensor]:
+        names = self._kept_columns
+        if not names:
+            return {}
         pieces = [(record.batch, record.logprobs) for record in records]
-        return gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device)[0]
+        entropy = "entropy" in names
+        values = gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device, entropy=entropy)
+        return {name: column for name, column in zip(CURRENT_COLUMNS, values, strict=True) if column is not None}
 
-    def _finite_grad_norm(self) -> float:
-        """The global gradient norm before clipping; the same on every rank, so all of them raise or none."""
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise GradientFault(
-                f"the gradient norm must be finite, got {norm} although every log-probability is finite; nothing was "
-                "updated: check activations and the backward pass, or lower the learning rate"
-            )
-        return norm
-
-    def _apply(self, valid_tokens: int) -> MetricSet:
-        """The optimizer step, skipped (and counted) where no rank holds a valid token."""
+    def _apply(self, valid_tokens: int, left_out: LeftOut) -> MetricSet:
+        """The optimizer step, skipped (and counted) where no rank holds a valid token, or the gradient has a fault."""
         rate = max(group["lr"] for group in self.optimizer.param_groups)
         applied, grad_norm = False, 0.0
         if valid_tokens > 0:
-            grad_norm = self._finite_grad_norm()
-            applied, _, _ = self.optimizer.step()
+            self.optimizer.prepare_grads()
+            # global, before clipping: the same on every rank, so all of them go on or none
+            grad_norm = float(self.optimizer.get_grad_norm())
+            if math.isfinite(grad_norm):
+                applied, _, _ = self.optimizer.step()
+            else:
+                left_out.take_gradient(grad_norm)
         if applied and self.scheduler is not None:
             self.scheduler.step(increment=1)
         return MetricSet(
             {
                 "lr": Mean(rate, 1),
-                "grad_norm": Mean(grad_norm, int(applied)),
+                "grad_norm": Mean(grad_norm if applied else 0.0, int(applied)),
                 "valid_tokens": Sum(valid_tokens),
                 "skipped_updates": Sum(int(not applied)),
             }
         )
+
+
+def with_advantages(rollouts: RolloutBatch, config: Advantages) -> RolloutBatch:
+    """The batch with its advantages.
+
+    Raises:
+        ConfigurationError: a column that the estimator reads is missing.
+    """
+    advantages = compute_advantages(
+        config,
+        rewards=rollouts.rewards,
+        group_ids=rollouts.group_ids,
+        response_mask=rollouts.response_mask,
+        sequence_ids=rollouts.sequence_ids,
+        sample_mask=rollouts.sample_mask,
+        filtered=rollouts.filtering[rollouts.sequence_ids],
+        prev_logprobs=rollouts.prev_logprobs,
+        prev_logprobs_unfiltered=rollouts.prev_logprobs_unfiltered,
+        reference_logprobs=rollouts.reference_logprobs,
+        teacher_logprobs=rollouts.teacher_logprobs,
+        values=rollouts.values,
+        reward_components=rollouts.reward_components,
+    )
+    return rollouts.with_columns(advantages=advantages)

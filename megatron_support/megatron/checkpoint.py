@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.checkpoint_writer import CheckpointWriter
 from megatron_support.megatron.parts import ModelParts
+from megatron_support.megatron.rng import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # canonical optimizer state: one tensor per parameter, whatever the data-, tensor- and pipeline-parallel layout
-_METADATA = {
+METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
 _LATEST = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What a checkpoint holds of a run besides model, optimizer and schedule."""
+
+    step: int
+    """Actor steps done; 0 where none was saved."""
+    progress: Mapping[str, Any]
+    """What the loop gave with it; empty where it gave nothing."""
+    same_layout: bool
+    """Whether the ranks are laid out as they were, and so have their random state back."""
 
 
 def save_checkpoint(
@@ -36,10 +53,10 @@ def save_checkpoint(
     scheduler: OptimizerParamScheduler | None = None,
     step: int = 0,
 ) -> None:
-    """Write a checkpoint folder. Collective.
+    """Write a checkpoint folder, which is there whole or not at all. Collective.
 
     Args:
-        path: the folder; made, and must be empty.
+        path: the folder; there must be none of that name, or an empty one.
         model: this rank's chunks.
         optimizer: with it the run can be continued, without it there are weights alone.
         scheduler: saved with the optimizer.
@@ -47,17 +64,39 @@ def save_checkpoint(
 
     Raises:
         ConfigurationError: the folder is not empty.
+        CheckpointError: it cannot be written; on every rank.
     """
-    folder = Path(path)
-    _agree_on_empty_folder(folder)
+    state = checkpoint_state(model, optimizer=optimizer, scheduler=scheduler, step=step)
+    CheckpointWriter(model.device).save(Path(path), state, metadata=METADATA)
+
+
+def checkpoint_state(
+    model: ModelParts,
+    *,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    step: int = 0,
+    progress: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything that a checkpoint holds, as Megatron-Core's sharded state. Collective.
+
+    Args:
+        model: this rank's chunks.
+        optimizer: with it the random state of every rank is saved as well.
+        scheduler: saved with the optimizer.
+        step: actor steps done.
+        progress: plain values of the loop; the first rank's are saved.
+    """
     state = _model_state(model)
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=False, metadata=_METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=False, metadata=METADATA)
+        state["random"] = _random_state(random_state(model.device))
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
-    state |= {"step": step, "architecture": model.architecture.model_dump()}
-    dist_checkpointing.save(state, str(folder), content_metadata=_METADATA)
-    dist.barrier()
+    state |= {"step": step, "architecture": model.architecture.model_dump(), "layout": _layout(model)}
+    if progress is not None:
+        state["progress"] = dict(progress)
+    return state
 
 
 def load_checkpoint(
@@ -66,18 +105,15 @@ def load_checkpoint(
     *,
     optimizer: MegatronOptimizer | None = None,
     scheduler: OptimizerParamScheduler | None = None,
-) -> int:
+) -> SavedRun:
     """Load a checkpoint in place, whatever layout saved it. Collective.
 
     Args:
         path: folder written by :func:`save_checkpoint`, or a Megatron-LM checkpoint folder for weights alone.
         model: this rank's chunks.
-        optimizer: loaded too where given; without it, and with bf16 parameters, an optimizer that exists needs
-            ``reload_model_params()`` afterwards.
+        optimizer: loaded too where given, and the random state of this rank where the layout is the same; without it,
+            and with bf16 parameters, an optimizer that exists needs ``reload_model_params()`` afterwards.
         scheduler: loaded too where given.
-
-    Returns:
-        The step that was saved; 0 where none was.
 
     Raises:
         ConfigurationError: the folder is no checkpoint, is another model's, or has no optimizer state.
@@ -85,13 +121,16 @@ def load_checkpoint(
     folder = _checkpoint_folder(Path(path))
     common = dist_checkpointing.load_common_state_dict(str(folder))
     _require_same_architecture(common.get("architecture"), model.architecture, folder)
+    same_layout = common.get("layout") == _layout(model)
     state = _model_state(model)
     if optimizer is not None:
         if "optimizer" not in common:
             raise ConfigurationError(
                 f"{folder}: has no optimizer state; load the weights alone, or save with an optimizer"
             )
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=METADATA)
+        if same_layout:
+            state["random"] = _random_state(None)
     try:
         loaded = dist_checkpointing.load(state, str(folder))
     except (CheckpointingException, KeyError) as error:
@@ -105,12 +144,31 @@ def load_checkpoint(
     if scheduler is not None:
         scheduler.num_steps = 0  # load_state_dict adds the saved count to this one
         scheduler.load_state_dict(loaded["scheduler"])
-    return int(loaded.get("step", 0))
+    if "random" in state:
+        restore_random_state(loaded["random"], model.device)
+    return SavedRun(step=int(loaded.get("step", 0)), progress=loaded.get("progress", {}), same_layout=same_layout)
 
 
 def load_model_weights(path: str | Path, model: ModelParts) -> None:
     """The weights of a checkpoint, and nothing else of it. Collective."""
     load_checkpoint(path, model)
+
+
+def read_saved_model(path: str | Path) -> tuple[Architecture, torch.dtype]:
+    """Architecture and precision of the model in a checkpoint folder. torch.distributed must be up.
+
+    Raises:
+        ConfigurationError: it is no checkpoint, or one that was not written by :func:`save_checkpoint`.
+    """
+    folder = _checkpoint_folder(Path(path))
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get("architecture")
+    if saved is None:
+        raise ConfigurationError(
+            f"{folder}: does not say what model it holds; use a checkpoint of a run of megatron-support"
+        )
+    metadata = dist_checkpointing.load_tensors_metadata(str(folder))
+    (embedding,) = [tensor for key, tensor in metadata.items() if key == "embedding.word_embeddings.weight"]
+    return Architecture.from_dict(saved), embedding.dtype
 
 
 def _named_chunks(model: ModelParts) -> list[tuple[str, Any]]:
@@ -121,22 +179,25 @@ def _named_chunks(model: ModelParts) -> list[tuple[str, Any]]:
 
 
 def _model_state(model: ModelParts) -> dict[str, Any]:
-    return {key: chunk.sharded_state_dict(metadata=_METADATA) for key, chunk in _named_chunks(model)}
+    return {key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in _named_chunks(model)}
 
 
-def _agree_on_empty_folder(folder: Path) -> None:
-    """Make the folder on the first rank; every rank fails alike if it cannot be used."""
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                problem = [f"{folder}: a checkpoint folder must be empty; choose another or remove its contents"]
-        except OSError as error:
-            problem = [f"{folder}: cannot be made ({error}); choose a folder that can be written"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise ConfigurationError(problem[0])
+def _random_state(data: Any) -> ShardedObject:
+    """One object for each rank of the world."""
+    return ShardedObject("random", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _layout(model: ModelParts) -> dict[str, Any]:
+    """What decides which rank does what."""
+    config = model.config
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "virtual_pipeline": config.virtual_pipeline_model_parallel_size,
+        "context": config.context_parallel_size,
+        "expert": config.expert_model_parallel_size,
+    }
 
 
 def _checkpoint_folder(path: Path) -> Path:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_support.config.recipe import LogprobConfig, MicrobatchConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.faults import check_replayed
+from megatron_support.megatron.gather import gather_logprobs
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, uses_fused_head
 from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.megatron.model_losses import check_model
@@ -89,30 +89,8 @@ def compute_logprobs(
 
     with torch.no_grad(), evaluating(model):
         results = run_schedule(model, minibatch, forward_step, forward_only=True)
-    filtered, unfiltered = gather_logprobs(results, rollouts.tokens.numel(), groups, model.device)
+    filtered, unfiltered, _ = gather_logprobs(results, rollouts.tokens.numel(), groups, model.device)
     return RolloutLogprobs(filtered=filtered, unfiltered=unfiltered)
-
-
-def gather_logprobs(
-    pieces: Sequence[tuple[TokenBatch, TokenLogprobs]], total: int, groups: ParallelGroups, device: torch.device
-) -> Tensor:
-    """Log-probabilities of microbatches, put back in the batch's order on every rank. Collective.
-
-    Args:
-        pieces: this rank's microbatches, in any order; none elsewhere than on the last pipeline stage.
-        total: N, tokens of the batch.
-        groups: the ranks' layout.
-        device: of the microbatches.
-
-    Returns:
-        fp32 ``[2, N]`` on the host, filtered and unfiltered; 0 outside responses.
-    """
-    columns = torch.zeros(2, total + 1, dtype=torch.float32, device=device)  # the last entry takes padding
-    for batch, values in pieces:
-        index = torch.where(batch.targets >= 0, batch.token_index, total)
-        rows = torch.stack([values.filtered, values.unfiltered])
-        columns.index_copy_(1, index, torch.where(batch.response_mask, rows, 0.0))
-    return _everywhere(columns[:, :total].contiguous(), groups).cpu()
 
 
 def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> RolloutBatch:
@@ -129,15 +107,3 @@ def with_support_mode(rollouts: RolloutBatch, logprobs: LogprobConfig) -> Rollou
             "them, or use recompute"
         )
     return rollouts
-
-
-def _everywhere(columns: Tensor, groups: ParallelGroups) -> Tensor:
-    """Each token was computed on one data- and context-parallel rank of the last stage: sum there, then hand it down.
-
-    0 + -inf is -inf, so a token outside the support stays so.
-    """
-    if groups.data_context is not None and groups.is_last_stage:
-        dist.all_reduce(columns, group=groups.data_context)
-    if groups.pipeline is not None:
-        dist.broadcast(columns, src=groups.last_stage_rank, group=groups.pipeline)
-    return columns

@@ -98,7 +98,7 @@ def _gather_buffers(chunk: DistributedDataParallel) -> None:
     """Under DistributedOptimizer a rank has reduced only its part of each bucket: fetch the other parts."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return
-    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):  # type: ignore[misc]
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             parts = list(bucket.grad_data.chunk(group.size()))

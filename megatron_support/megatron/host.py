@@ -20,7 +20,7 @@ tensor factories, ``.to``, ``.cuda()``         a torch function mode sends devic
 =============================================  ======================================================================
 
 ``dist_checkpointing`` moreover starts a ``spawn`` manager process to hold one results queue, which imports ``__main__``
-again (5 s for each save). On the CPU it gets an in-process queue, which serves synchronous saves.
+again (5 s) and outlives a killed rank. On the CPU it gets a queue in an unlinked file, which a forked writer shares.
 
 Independent of the device :func:`setup_host` also corrects Megatron-Core itself:
 
@@ -39,7 +39,6 @@ import copy
 import importlib.util
 import logging
 import os
-import queue
 import sys
 import types
 import warnings
@@ -51,9 +50,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.file_queue import FileQueue
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,13 @@ def start_distributed(host: Host, *, timeout: timedelta = timedelta(minutes=30))
         raise ConfigurationError(
             f"WORLD_SIZE is {world} but {', '.join(missing)} is not set; start with torchrun --nproc-per-node {world}"
         )
-    dist.init_process_group(host.backend, timeout=timeout, device_id=device_id)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    restart = _environment_int("TORCHELASTIC_RESTART_COUNT", 0)
+    if restart and _environment_int("GROUP_WORLD_SIZE", 1) == 1:
+        # the launcher keeps one store over restarts (pytorch/pytorch#135712), with addresses of ranks that are gone;
+        # launchers on several machines count restarts differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        store = dist.PrefixStore(f"restart_{restart}", store)
+    dist.init_process_group(host.backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
 
 
 def _start_alone(host: Host, timeout: timedelta) -> None:
@@ -194,10 +201,17 @@ def stop_distributed() -> None:
 
 
 @contextlib.contextmanager
-def running_host(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[Host]:
-    """A host with torch.distributed up for the length of a ``with`` block."""
+def running_host(
+    device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout: timedelta = timedelta(minutes=30)
+) -> Iterator[Host]:
+    """A host with torch.distributed up for the length of a ``with`` block.
+
+    Args:
+        device: as for :func:`setup_host`.
+        timeout: longest wait of one collective for its ranks.
+    """
     host = setup_host(device)
-    start_distributed(host)
+    start_distributed(host, timeout=timeout)
     try:
         yield host
     finally:
@@ -265,7 +279,10 @@ class _CudaToCpu(TorchFunctionMode):
     """Sends device "cuda" to the CPU in every torch call of this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        if not kwargs:
+            if func not in _DEVICE_METHODS:  # nearly every call: this runs before each of them
+                return func(*args)
+            kwargs = {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -277,6 +294,10 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+_DEVICE_METHODS = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
+"""What can name a device, or say where a tensor is, without a keyword."""
 
 
 def _is_cuda(device: Any) -> bool:
@@ -323,7 +344,7 @@ def _install_cpu_shim(patches: _Patches) -> None:
     level = random_logger.level
     random_logger.setLevel(logging.ERROR)
     patches.on_undo(lambda: random_logger.setLevel(level))
-    _use_in_process_checkpoint_queue(patches)
+    _use_file_checkpoint_queue(patches)
     _give_expert_dispatch_its_counts(patches)
     mode = _CudaToCpu()
     mode.__enter__()
@@ -419,10 +440,18 @@ def _give_expert_dispatch_its_counts(patches: _Patches) -> None:
     patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", on_host)
 
 
-def _use_in_process_checkpoint_queue(patches: _Patches) -> None:
+def _use_file_checkpoint_queue(patches: _Patches) -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
-    results: queue.Queue = queue.Queue()
+    queues: dict[int, FileQueue] = {}
+
+    def own_queue(*args: Any, **kwargs: Any) -> FileQueue:
+        """Of this process: ranks may have been forked after the patch."""
+        pid = os.getpid()
+        if pid not in queues:
+            queues[pid] = FileQueue()
+        return queues[pid]
+
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # the name differs between releases
         if hasattr(filesystem_async, name):
-            patches.set(filesystem_async, name, lambda *args, **kwargs: results)
+            patches.set(filesystem_async, name, own_queue)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_support.errors import RolloutError
-from megatron_support.types import RolloutSupport
+from megatron_support.types import RolloutSupport, SamplingParams
 
 PER_TOKEN = (
     "tokens",
@@ -120,7 +121,7 @@ class RolloutBatch:
     def num_sequences(self) -> int:
         return self.rewards.numel()
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """int64 ``[S]``."""
         return self.cu_seqlens.diff()
@@ -135,6 +136,15 @@ class RolloutBatch:
         """bool ``[S]``: whether a token of the sequence can fall outside the support."""
         replayed = torch.full((self.num_sequences,), self.support is not None)
         return (self.top_k > 0) | (self.top_p < 1) | replayed
+
+    @cached_property
+    def shared_sampling(self) -> SamplingParams | None:
+        """What all sequences were sampled under, or None where they differ."""
+        columns = (self.temperature, self.top_k, self.top_p)
+        if not all(bool((column == column[0]).all()) for column in columns):
+            return None
+        temperature, top_k, top_p = (column[0].item() for column in columns)
+        return SamplingParams(shortest_decimal(temperature), int(top_k) or None, shortest_decimal(top_p))
 
     def with_columns(self, **columns: Any) -> RolloutBatch:
         """A copy with some columns replaced; a replaced column is no longer unknown."""

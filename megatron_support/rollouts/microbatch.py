@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_support.errors import ConfigurationError
-from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support, shortest_decimal
+from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support
 from megatron_support.rollouts.planning import Layout, round_up
 from megatron_support.types import SamplingParams, TokenBatch
 
@@ -126,9 +126,7 @@ def _take(values: Tensor, index: Tensor, missing: float | bool) -> Tensor:
 
 def _sampling(rollouts: RolloutBatch, sequence: Tensor, has_target: Tensor) -> SamplingParams:
     """Numbers where all sequences of the minibatch agree, so that a filter that is off costs nothing; else tensors."""
-    fields = (rollouts.temperature, rollouts.top_k, rollouts.top_p)
-    if all(bool((field == field[0]).all()) for field in fields):
-        temperature, top_k, top_p = (field[0].item() for field in fields)
-        return SamplingParams(shortest_decimal(temperature), int(top_k) or None, shortest_decimal(top_p))
-    off = (1.0, 0, 1.0)
-    return SamplingParams(*(torch.where(has_target, f[sequence], o) for f, o in zip(fields, off, strict=True)))
+    if rollouts.shared_sampling is not None:
+        return rollouts.shared_sampling
+    off = ((rollouts.temperature, 1.0), (rollouts.top_k, 0), (rollouts.top_p, 1.0))
+    return SamplingParams(*(torch.where(has_target, column[sequence], value) for column, value in off))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import Literal
 
 import torch
@@ -26,8 +28,10 @@ def plan_microbatches(
 ) -> list[list[Tensor]]:
     """Assign a minibatch's sequences to data-parallel ranks and microbatches.
 
-    Both assignments hand out the longest sequences first, each where the fewest tokens are so far (after LPT, Graham
-    1969), so ranks and microbatches get nearly equal work. The plan depends on nothing but its arguments.
+    Ranks get equally many sequences and nearly equal tokens (:func:`spread`). The fullest rank's count of microbatches,
+    found by packing them tightly (:func:`pack`), is everybody's; over that count each rank hands out its longest
+    sequences first, each where the fewest tokens are so far (LPT, Graham 1969), so that microbatches are nearly equal,
+    and keeps the tight packing where that does not fit. The plan depends on nothing but its arguments.
 
     Args:
         lengths: int64 ``[n]``, tokens of each sequence.
@@ -55,10 +59,17 @@ def plan_microbatches(
         sizes = torch.full_like(lengths, row)
         capacity = max_tokens
     _refuse_long_sequences(lengths, sizes, capacity, max_tokens, sample_ids)
-    ranks = _members(spread(sizes, data_parallel_size)[0], torch.arange(lengths.numel()), data_parallel_size)
-    needed = [_bins_needed(sizes[members], capacity) for members in ranks]
-    count = -(-max([1, *needed]) // count_multiple) * count_multiple
-    return [_fill(sizes, members, n, count, capacity) for members, n in zip(ranks, needed, strict=True)]
+    of = sizes.tolist()
+    ranks = spread(of, data_parallel_size)
+    own = [[of[item] for item in members] for members in ranks]
+    packed = [pack(part, capacity) for part in own]
+    count = -(-max(1, *map(len, packed)) // count_multiple) * count_multiple
+    plan = []
+    for members, part, bins in zip(ranks, own, packed, strict=True):
+        microbatches = _fill(part, bins, count, capacity)
+        indices = torch.tensor([members[item] for items in microbatches for item in items], dtype=torch.int64)
+        plan.append(list(indices.split([*map(len, microbatches)])))
+    return plan
 
 
 def microbatch_shape(
@@ -91,71 +102,86 @@ def round_up(lengths: Tensor, multiple: int) -> Tensor:
     return (lengths + multiple - 1) // multiple * multiple
 
 
-def spread(sizes: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Distribute items over a number of bins with nearly equal sums.
+def spread(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Distribute items over a number of bins with nearly equal sums and equal counts.
 
-    Items go out in rounds of ``bins``, longest first; in a round the largest goes where least is so far.
+    Items go out in rounds of ``bins``, longest first; in a round the largest goes where least is so far. So sums differ
+    by the largest item at most, and counts by one.
 
     Args:
-        sizes: int64 ``[n]``.
+        sizes: of the items.
         bins: number of bins, at least 1.
 
     Returns:
-        int64 ``[n]``, the bin of each item, and int64 ``[bins]``, the sums.
+        The items of each bin, ascending.
     """
-    order = torch.argsort(sizes, descending=True, stable=True)
-    dealt, loads = _deal(sizes[order], bins)
-    return torch.empty_like(dealt).index_copy_(0, order, dealt), loads
+    loads = [0] * bins
+    members: list[list[int]] = [[] for _ in range(bins)]
+    order = _longest_first(sizes)
+    for start in range(0, len(order), bins):
+        emptiest = sorted(range(bins), key=loads.__getitem__)
+        for item, chosen in zip(order[start : start + bins], emptiest, strict=False):
+            members[chosen].append(item)
+            loads[chosen] += sizes[item]
+    return [sorted(items) for items in members]
 
 
-def _deal(descending: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """:func:`spread` of sizes that are sorted already."""
-    loads = descending.new_zeros(bins)
-    if bins == 1:
-        return torch.zeros_like(descending), descending.sum()[None]
-    rounds = []
-    for sizes in descending.split(bins):
-        emptiest = torch.argsort(loads, stable=True)[: sizes.numel()]
-        rounds.append(emptiest)
-        loads[emptiest] += sizes
-    return torch.cat(rounds) if rounds else torch.zeros_like(descending), loads
+def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Distribute items over as few bins as best-fit decreasing finds: longest first, each where least room is left.
 
+    It needs at most 11/9 of the fewest bins, plus 4 (Johnson 1974), and two of its bins never fit into one.
 
-def _members(bin_of: Tensor, members: Tensor, bins: int) -> list[Tensor]:
-    """``members`` of each bin, ascending."""
-    counts = torch.bincount(bin_of, minlength=bins).tolist()
-    return list(members[torch.argsort(bin_of, stable=True)].split(counts))
+    Args:
+        sizes: of the items, each at most ``capacity``.
+        capacity: largest sum of a bin.
 
-
-def _bins_needed(sizes: Tensor, capacity: int) -> int:
-    """The least number of bins with no sum above ``capacity``, as far as :func:`spread` finds it."""
-    descending = sizes.sort(descending=True).values
-
-    def fits(bins: int) -> bool:
-        return int(_deal(descending, bins)[1].max()) <= capacity
-
-    if not sizes.numel():
-        return 1
-    low = bins = -(-int(sizes.sum()) // capacity)
-    step = 1
-    while bins < sizes.numel() and not fits(bins):  # one each always fits
-        low, bins, step = bins + 1, min(bins + step, sizes.numel()), 2 * step
-    while low < bins:
-        middle = (low + bins) // 2
-        if fits(middle):
-            bins = middle
+    Returns:
+        The items of each bin, ascending.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # ascending, the keys of by_room
+    for item in _longest_first(sizes):
+        size = sizes[item]
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            chosen, room = len(bins), capacity
+            bins.append([])
         else:
-            low = middle + 1
-    return bins
+            room = rooms[at]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        bins[chosen].append(item)
+        left = room - size
+        if left not in by_room:
+            by_room[left] = []
+            insort(rooms, left)
+        by_room[left].append(chosen)
+    return [sorted(items) for items in bins]
 
 
-def _fill(sizes: Tensor, members: Tensor, needed: int, count: int, capacity: int) -> list[Tensor]:
-    """``members`` over exactly ``count`` microbatches, as even as fits; fillers where it only fits in ``needed``."""
-    own = sizes[members]
-    bin_of, loads = spread(own, count)
-    if int(loads.max()) <= capacity:
-        return _members(bin_of, members, count)
-    return _members(spread(own, needed)[0], members, count)
+def _level(sizes: Sequence[int], bins: int) -> tuple[list[list[int]], int]:
+    """The items of each of a number of bins, and the largest sum: longest first, each where least is so far."""
+    heap = [(0, chosen) for chosen in range(bins)]
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for item in _longest_first(sizes):
+        load, chosen = heap[0]
+        members[chosen].append(item)
+        heapreplace(heap, (load + sizes[item], chosen))
+    return [sorted(items) for items in members], max(heap)[0]
+
+
+def _longest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)  # stable
+
+
+def _fill(sizes: Sequence[int], packed: list[list[int]], count: int, capacity: int) -> list[list[int]]:
+    """Items over exactly ``count`` microbatches: as even as fits, else as packed, with fillers."""
+    members, largest = _level(sizes, count)
+    if largest <= capacity:
+        return members
+    return [*packed, *([] for _ in range(count - len(packed)))]
 
 
 def _refuse_long_sequences(

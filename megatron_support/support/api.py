@@ -6,7 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_support.support.arguments import Ties, build_rows, check_arguments, check_inplace, check_targets
+from megatron_support.support import kernels
+from megatron_support.support.arguments import (
+    Ties,
+    build_rows,
+    check_arguments,
+    check_inplace,
+    check_targets,
+    compute_dtype,
+)
 from megatron_support.support.backward import write_gradient
 from megatron_support.support.evaluation import (
     DifferentiableOnce,
@@ -44,6 +52,13 @@ def support_logprobs(
     The vocabulary is neither sorted nor gathered. Nothing of the logits' size is saved but the logits themselves. All
     floating outputs are differentiable with respect to the logits, once; a row whose upstream gradients are zero gets a
     zero gradient whatever it holds.
+
+    On CUDA, bf16, fp16 and fp32 logits go through Triton kernels where Triton is installed; one that does not compile
+    is logged once, and plain torch takes over. With them the host waits for nothing, forward or backward, on one rank,
+    nor on several without top-p, and both passes can be captured in a CUDA graph once a call like it has compiled the
+    kernels. It does wait, and a capture fails: with top-p on several ranks (once, for whether collectives are due for
+    boundaries beyond the candidates), likewise with a top-k above 4,128 or one per token on the device; for settings
+    per token that are on the CPU; with a replayed support; with float64 logits.
 
     Args:
         vocab_parallel_logits: ``[..., V/TP]`` bf16, fp16, fp32 or fp64; this rank's columns, padding included.
@@ -84,14 +99,15 @@ def support_logprobs(
 class _SupportLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, request: Request, differentiable: bool, inplace: bool):
-        rows = build_rows(logits, targets >= 0, request.sampling, request.shard, request.chunk_size)
-        wanted = targets[rows.index]
+        # the host need not know which rows have a target where kernels skip the others
+        every = request.replayed is None and kernels.usable(logits, compute_dtype(logits))
+        rows = build_rows(logits, targets >= 0, request.sampling, request.shard, request.chunk_size, whole=every)
         outputs = empty_outputs(targets, request, rows.dtype)
         if rows.index.numel():
-            support = evaluate(rows, wanted, request, differentiable=differentiable)
-            for whole, part in zip(outputs, row_outputs(support, request), strict=True):
-                if whole is not None and part is not None:
-                    whole[rows.index] = part
+            support = evaluate(rows, targets[rows.index], request, differentiable=differentiable)
+            for output, part in zip(outputs, row_outputs(support, request), strict=True):
+                if output is not None and part is not None:
+                    output[rows.index] = torch.where(targets[rows.index] >= 0, part, 0.0)
             if differentiable:
                 ctx.support = support
         ctx.set_materialize_grads(False)
@@ -109,7 +125,10 @@ class _SupportLogprobs(torch.autograd.Function):
                 gradient.zero_()
             else:
                 request: Request = ctx.request
-                rows = build_rows(logits, targets >= 0, request.sampling, request.shard, request.chunk_size)
+                every = index.numel() == targets.numel()
+                rows = build_rows(
+                    logits, targets >= 0, request.sampling, request.shard, request.chunk_size, whole=every
+                )
                 upstream = row_upstream(ctx.support, rows.temperature, [None if g is None else g[index] for g in grads])
                 width = request.shard.width
                 write_gradient(rows, ctx.support, targets[index], upstream, request.shard, gradient[:, :width])

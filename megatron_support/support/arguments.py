@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_support.support.rows import Blocks, Rows, Workspace, split_rows
+from megatron_support.support import kernels
+from megatron_support.support.rows import Blocks, Rows, Workspace, split_rows, whole_rows
 from megatron_support.support.selection import Filters
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.types import SamplingParams
@@ -21,6 +22,9 @@ _TOP_P_CANDIDATES = 128
 
 _SPARE_CANDIDATES = 32
 """Candidates per rank beyond top-k, which settle most ties at the k-th largest."""
+
+_DEVICE_TOP_K = 256
+"""The largest top-k that candidates are meant for where the numbers are on a device with kernels, per token."""
 
 _MOST_CANDIDATES = 4096
 """A larger top-k is found by counting instead."""
@@ -72,20 +76,40 @@ def check_inplace(logits: Tensor) -> None:
 
 
 def build_rows(
-    logits: Tensor, wanted: Tensor, sampling: SamplingParams, shard: VocabularyShard, chunk_size: int | None = None
+    logits: Tensor,
+    wanted: Tensor,
+    sampling: SamplingParams,
+    shard: VocabularyShard,
+    chunk_size: int | None = None,
+    *,
+    whole: bool = False,
 ) -> Rows:
-    """The rows of ``logits [T, V/TP]`` where ``wanted [T]`` is true."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    index = wanted.nonzero().flatten()
+    """The rows of ``logits [T, V/TP]`` where ``wanted [T]`` is true.
+
+    Args:
+        whole: whether every row is wanted, or may be taken for one: what is true need not be looked at.
+    """
+    dtype = compute_dtype(logits)
+    if whole:
+        index = torch.arange(wanted.numel(), device=wanted.device)
+        chunks = whole_rows(wanted.numel(), shard.width, wanted.device, chunk_size)
+    else:
+        index = wanted.nonzero().flatten()
+        chunks = split_rows(wanted, shard.width, chunk_size)
     return Rows(
         logits=logits[:, : shard.width],
         index=index,
-        chunks=split_rows(wanted, shard.width, chunk_size),
+        chunks=chunks,
         temperature=row_temperature(sampling, index, dtype),
         dtype=dtype,
         workspace=Workspace(logits.device),
         blocks=Blocks.of(shard.start, shard.width, shard.size),
     )
+
+
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """float32, or float64 for float64 logits."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def row_temperature(sampling: SamplingParams, index: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -108,12 +132,24 @@ def resolve_filters(
     p = None if not isinstance(top_p, Tensor) and top_p >= 1.0 else _per_row(top_p, index, torch.float64)
     if k is None and p is None:
         return None
-    candidates = _TOP_P_CANDIDATES
-    if k is not None:
-        largest = int(k.max()) if k.numel() else 1
-        alone = p is None or not isinstance(top_k, Tensor)
-        candidates = max(min(largest, _MOST_CANDIDATES) + _SPARE_CANDIDATES, 0 if alone else _TOP_P_CANDIDATES)
-    return Filters(k, p, shard.size, index_ties, candidates)
+    if k is None:
+        return Filters(k, p, shard.size, index_ties, _TOP_P_CANDIDATES)
+    per_token = isinstance(top_k, Tensor)
+    largest = _largest_top_k(top_k, k)
+    alone = p is None or not per_token
+    wanted = min(_DEVICE_TOP_K if largest is None else largest, _MOST_CANDIDATES) + _SPARE_CANDIDATES
+    candidates = max(wanted, 0 if alone else _TOP_P_CANDIDATES)
+    return Filters(k, p, shard.size, index_ties, candidates, largest is not None and largest <= candidates)
+
+
+def _largest_top_k(top_k: float | Tensor | None, per_row: Tensor) -> int | None:
+    """None where only the kernels' device knows, and would have to be waited for."""
+    if not isinstance(top_k, Tensor):
+        return None if top_k is None else int(top_k)
+    known = per_row if top_k.device == per_row.device else top_k
+    if kernels.runs_on(known.device):
+        return None
+    return int(known.max()) if known.numel() else 1
 
 
 def _per_row(value: float | Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:

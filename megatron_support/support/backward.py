@@ -10,6 +10,7 @@ logits where their kept logits are listed: the gradient is zero outside the supp
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,10 +55,11 @@ def write_gradient(
         _write_replayed(rows, support, support.sets, targets, upstream, shard, out)
         return
     if kernels.usable(rows.logits, rows.dtype):
-        _write_fused(rows, support, targets, upstream, shard, out)
-        return
+        with suppress(kernels.KernelFailure):
+            _write_fused(rows, support, targets, upstream, shard, out)
+            return
     wanted = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
-    wanted[rows.index] = upstream.nonzero()
+    wanted[rows.index] = upstream.nonzero() & (targets >= 0)
     dense = wanted
     listed = is_sparse(support, upstream)
     if listed is not None:
@@ -79,21 +81,28 @@ def write_gradient(
         _dense(rows, placed, support, weights, column, at_target, shard, out)
     if dense is not wanted:
         entries = (wanted & ~dense)[rows.index].nonzero().flatten()
-        found = sparse_gradient(support, entries, targets, upstream, shard)
-        out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
+        _write_sparse(rows, support, entries, targets, upstream, shard, out)
 
 
 def _write_fused(
     rows: Rows, support: Support, targets: Tensor, upstream: Upstream, shard: VocabularyShard, out: Tensor
 ) -> None:
-    """:func:`write_gradient` by one kernel over all rows."""
-    from megatron_support.support.kernels.row_kernels import row_gradient
+    """:func:`write_gradient` by a kernel over all rows, and one that adds the listed ones' kept logits.
 
-    untouched = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
-    untouched[rows.index] = False
-    for chunk in split_rows(untouched, rows.columns):
-        out[chunk.rows].zero_()
+    Raises:
+        KernelFailure: nothing was written.
+    """
+    from megatron_support.support.kernels.gradient import listed_gradient, row_gradient
+
+    if rows.index.numel() < out.shape[0]:
+        untouched = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
+        untouched[rows.index] = False
+        for chunk in split_rows(untouched, rows.columns):
+            out[chunk.rows].zero_()
     weights = _Weights.of(support, upstream)
+    wanted = upstream.nonzero() & (targets >= 0)
+    listed = is_sparse(support, upstream)
+    last_tie = None if support.last_tie is None else support.last_tie - shard.start
     row_gradient(
         rows.logits,
         out,
@@ -101,15 +110,49 @@ def _write_fused(
         rows.temperatures(),
         support.maximum,
         support.threshold,
-        None if support.last_tie is None else support.last_tie - shard.start,
+        last_tie,
         kept=weights.kept,
         everywhere=weights.all,
         entropy=weights.entropy,
         offset=weights.offset,
         target_column=targets - shard.start,
         target_weight=weights.target,
-        wanted=upstream.nonzero(),
+        wanted=wanted if listed is None else wanted & ~listed,
     )
+    if listed is None:
+        return
+    assert support.candidates is not None and support.candidates.columns is not None and weights.kept is not None
+    try:
+        listed_gradient(
+            out,
+            rows.index,
+            support.maximum,
+            support.threshold,
+            last_tie,
+            kept=weights.kept,
+            target_column=targets - shard.start,
+            target_weight=weights.target,
+            wanted=wanted & listed,
+            values=support.candidates.values,
+            places=support.candidates.columns,
+        )
+    except kernels.KernelFailure:
+        # the logits may be overwritten by now, and are not needed
+        _write_sparse(rows, support, (wanted & listed).nonzero().flatten(), targets, upstream, shard, out)
+
+
+def _write_sparse(
+    rows: Rows,
+    support: Support,
+    entries: Tensor,
+    targets: Tensor,
+    upstream: Upstream,
+    shard: VocabularyShard,
+    out: Tensor,
+) -> None:
+    """Write the kept logits' gradients of rows ``entries``, all of them listed."""
+    found = sparse_gradient(support, entries, targets, upstream, shard)
+    out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
 
 
 @dataclass(frozen=True)
@@ -217,7 +260,8 @@ def sparse_gradient(
     """
     assert support.candidates is not None and support.candidates.columns is not None
     values, columns = support.candidates.values[entries], support.candidates.columns[entries]
-    kept = support.keeps(values, entries[:, None], columns + shard.start)
+    # -inf stands for a place without a logit, and is in no support
+    kept = support.keeps(values, entries[:, None], columns + shard.start) & (values > -torch.inf)
     weights = _Weights.of(support, upstream)
     assert weights.kept is not None
     mass = (values - support.maximum[entries, None]).exp() * weights.kept[entries, None]

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_support.support import boundaries, device, kernels, statistics
 from megatron_support.support.candidates import Candidates
-from megatron_support.support.refine import Need, count_equal, last_kept_ids, refine
 from megatron_support.support.replay import ReplayedSets, local_sets, set_log_mass, set_maximum, set_values
 from megatron_support.support.rows import Chunk, Rows
-from megatron_support.support.selection import (
-    ALL_TIES,
-    Boundary,
-    Filters,
-    exp_difference,
-    top_k_boundary,
-    top_p_boundary,
-    trim,
-    where,
-)
-from megatron_support.support.statistics import Statistics, measure
+from megatron_support.support.selection import Filters
+from megatron_support.support.statistics import Statistics
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.types import RolloutSupport
-
-_SELECTED_AT_ONCE = 1 << 20
-"""Candidates, of all ranks, handled at a time, which bounds the memory for their float64 masses."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +76,39 @@ def find_support(
     """Find every row's support; the same on every rank, collective over the shard's group.
 
     Args:
-        targets: int64 ``[A]``, global ids.
+        targets: int64 ``[A]``, global ids; with kernels, the outputs of rows with a target < 0 are NaN.
         filters: None keeps the whole vocabulary.
         entropy: whether to compute the entropy.
         listed: whether to keep the list of kept logits for a sparse backward pass.
     """
-    wanted = filters.candidates if filters else 0
-    found = measure(rows, targets, shard, wanted, entropy=entropy, ids=listed and filters is not None)
+    if kernels.usable(rows.logits, rows.dtype):
+        with suppress(kernels.KernelFailure):
+            return _find(rows, targets, shard, filters, entropy=entropy, listed=listed, fused=True)
+    return _find(rows, targets, shard, filters, entropy=entropy, listed=listed, fused=False)
+
+
+def _find(
+    rows: Rows,
+    targets: Tensor,
+    shard: VocabularyShard,
+    filters: Filters | None,
+    *,
+    entropy: bool,
+    listed: bool,
+    fused: bool,
+) -> Support:
+    measure = device.measure if fused else statistics.measure
+    found = measure(rows, targets, shard, filters, entropy=entropy, ids=listed and filters is not None)
     if filters is None:
         return _whole(found, found.normalizer.log())
-    boundary, inside = _boundaries(rows, found, shard, filters)
-    last_tie = _last_ties(rows, boundary, shard) if filters.index_ties else None
+    find = device.find_boundaries if fused else boundaries.find_boundaries
+    boundary, last_tie, inside = find(rows, found, shard, filters)
     target_kept = (found.target_logit >= boundary.value) & (found.target_logit > -torch.inf)
     if last_tie is not None:
         target_kept &= (found.target_logit > boundary.value) | (targets <= last_tie)
     candidates = found.local
-    if candidates is not None and candidates.columns is not None:
+    # where the host does not wait, it cannot know how many places no row needs
+    if candidates is not None and candidates.columns is not None and not fused:
         candidates = _trimmed(candidates, boundary.value)
     return Support(
         found.maximum,
@@ -130,11 +136,19 @@ def replay_support(
     sets = local_sets(replayed, rows.index, shard)
     values = set_values(rows, sets)
     companion = set_maximum(values, sets)
-    found = measure(rows, targets, shard, 0, entropy=entropy, ids=False, companion=companion)
+    found = _measured(rows, targets, shard, entropy, companion)
     assert found.companion is not None
     log_normalizer = found.normalizer.log()
     log_kept = set_log_mass(values, sets, found.companion, found.maximum, log_normalizer, shard)
     return replace(_whole(found, log_kept), sets=sets)
+
+
+def _measured(rows: Rows, targets: Tensor, shard: VocabularyShard, entropy: bool, companion: Tensor) -> Statistics:
+    """Statistics without candidates."""
+    if kernels.usable(rows.logits, rows.dtype):
+        with suppress(kernels.KernelFailure):
+            return device.measure(rows, targets, shard, None, entropy=entropy, ids=False, companion=companion)
+    return statistics.measure(rows, targets, shard, None, entropy=entropy, ids=False, companion=companion)
 
 
 def _whole(found: Statistics, log_kept: Tensor) -> Support:
@@ -158,138 +172,6 @@ def _entropy(found: Statistics) -> Tensor | None:
     if found.entropy_sum is None:
         return None
     return found.normalizer.log() - found.entropy_sum / found.normalizer
-
-
-def _boundaries(rows: Rows, found: Statistics, shard: VocabularyShard, filters: Filters) -> tuple[Boundary, Tensor]:
-    """All rows' boundaries, and whether all kept logits of a row are among its candidates."""
-    assert found.gathered is not None
-    ranks, count, held = found.gathered.shape
-    step = max(1, _SELECTED_AT_ONCE // (ranks * held))
-    parts = [_boundary(rows, slice(i, min(i + step, count)), found, shard, filters) for i in range(0, count, step)]
-    names = ("value", "mass_above", "ties", "kept_ties")
-    boundary = Boundary(*(torch.cat([getattr(part, n) for part, _ in parts]) for n in names))
-    return boundary, torch.cat([inside for _, inside in parts])
-
-
-def _boundary(
-    rows: Rows, at: slice, found: Statistics, shard: VocabularyShard, filters: Filters
-) -> tuple[Boundary, Tensor]:
-    assert found.gathered is not None
-    gathered, maximum, normalizer = found.gathered[:, at], found.maximum[at], found.normalizer[at]
-    filters = filters.at(at)
-    cut_short = [rank for rank in range(shard.ranks) if gathered.shape[2] < shard.width_of(rank)]
-    bound = gathered[cut_short, :, -1].amax(0) if cut_short else torch.full_like(maximum, -torch.inf)
-    candidates = gathered.transpose(0, 1).flatten(1)
-    if shard.ranks > 1:
-        candidates = candidates.sort(-1, descending=True).values
-    cumulative = exp_difference(candidates, maximum[:, None]).cumsum(1)
-    # a row with a NaN or without a finite logit has no support to find, and its outputs are NaN
-    sound = torch.isfinite(normalizer)
-    top_k, k_unknown = top_k_boundary(candidates, cumulative, bound, normalizer, filters)
-    k_unknown &= sound
-    _count_ties(rows, at, top_k, k_unknown, shard, filters)
-    _refine_top_k(rows, at, top_k, k_unknown, maximum, shard, filters)
-    if filters.top_p is None:
-        final = top_k
-    else:
-        final, p_unknown = top_p_boundary(candidates, cumulative, bound, maximum, top_k, filters)
-        held = torch.where(candidates > bound[:, None], exp_difference(candidates, maximum[:, None]), 0.0).sum(1)
-        _refine_top_p(rows, at, final, p_unknown & sound, top_k, (bound, held), found, shard, filters)
-    return final, final.value > bound
-
-
-def _entries(at: slice, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the true entries, inside the slice and in all rows."""
-    local = chosen.nonzero().flatten()
-    return local, local + at.start
-
-
-def _count_ties(
-    rows: Rows, at: slice, top_k: Boundary, k_unknown: Tensor, shard: VocabularyShard, filters: Filters
-) -> None:
-    """Count, in place, the ties of k-th largest logits that may go beyond the candidates."""
-    if filters.top_k is None or filters.index_ties:
-        return
-    local, entries = _entries(at, (top_k.ties < 0) & ~k_unknown)
-    if local.numel():
-        ties = count_equal(rows, entries, top_k.value[local], shard)
-        top_k.ties[local] = ties
-        top_k.kept_ties[local] = ties
-
-
-def _refine_top_k(
-    rows: Rows,
-    at: slice,
-    top_k: Boundary,
-    k_unknown: Tensor,
-    maximum: Tensor,
-    shard: VocabularyShard,
-    filters: Filters,
-) -> None:
-    """Find, in place, the k-th largest logits that are not among the candidates."""
-    local, entries = _entries(at, k_unknown)
-    if not local.numel():
-        return
-    assert filters.top_k is not None
-    amount = filters.top_k[local].double()
-    need = Need(
-        amount=amount,
-        by_count=True,
-        total=torch.full_like(amount, shard.size),
-        known=torch.zeros_like(amount),
-        ceiling=maximum[local],
-        maximum=maximum[local],
-    )
-    top_k.write(local, refine(rows, entries, need, filters, shard))
-
-
-def _refine_top_p(
-    rows: Rows,
-    at: slice,
-    final: Boundary,
-    unknown: Tensor,
-    top_k: Boundary,
-    held: tuple[Tensor, Tensor],
-    found: Statistics,
-    shard: VocabularyShard,
-    filters: Filters,
-) -> None:
-    """Find, in place, the top-p boundaries that are not among the candidates.
-
-    Args:
-        held: the candidates' bound and the mass of those above it.
-    """
-    local, entries = _entries(at, unknown)
-    if not local.numel():
-        return
-    assert filters.top_p is not None
-    maximum, normalizer = found.maximum[entries], found.normalizer[entries]
-    stage = Boundary(*(t[local] for t in (top_k.value, top_k.mass_above, top_k.ties, top_k.kept_ties)))
-    amount = filters.top_p[local] * stage.mass(maximum)
-    bound, mass = held[0][local], held[1][local]
-    # all logits were candidates and rounding left the need unreached: start from the top
-    whole = bound == -torch.inf
-    need = Need(
-        amount=amount,
-        by_count=False,
-        total=normalizer,
-        known=torch.where(whole, 0.0, mass),
-        ceiling=torch.where(whole, maximum, bound),
-        maximum=maximum,
-    )
-    boundary = refine(rows, entries, need, filters, shard)
-    at_k = boundary.value <= stage.value
-    final.write(local, where(at_k, trim(stage, amount, maximum, filters), boundary))
-
-
-def _last_ties(rows: Rows, boundary: Boundary, shard: VocabularyShard) -> Tensor:
-    """Largest kept id of each row's tie group; a constant where the whole group is kept."""
-    last = torch.full(boundary.value.shape, ALL_TIES, dtype=torch.int64, device=boundary.value.device)
-    cut = ((boundary.ties < 0) | (boundary.kept_ties < boundary.ties)) & (boundary.kept_ties > 0)
-    entries = cut.nonzero().flatten()
-    if entries.numel():
-        last[entries] = last_kept_ids(rows, entries, boundary.value[entries], boundary.kept_ties[entries], shard)
-    return last
 
 
 def _trimmed(candidates: Candidates, threshold: Tensor) -> Candidates:

@@ -7,7 +7,7 @@ An empty set means that the token was not sampled under a filter: its filtered l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,8 @@ def check_support(
 
     Args:
         targets: int64 ``[T]`` or ``[samples, tokens]``, in the order of the sets; sets of targets < 0 are ignored.
-        name: what to call a token, by its position in the flat order; None counts samples and tokens from 0, or tokens
-            alone where the targets are flat.
+        name: what to call a token, by its position in the flat order, :func:`packed_names` for instance; None counts
+            samples and tokens from 0, or tokens alone where the targets are flat.
 
     Raises:
         RolloutError: naming the sample and token at fault, the value and the remedy.
@@ -82,6 +82,22 @@ def check_support(
         ~holds & (lengths > 0) & (flat >= 0),
         "the sampled token is not in its own set; export the set with the sampled token, or leave it empty",
     )
+
+
+def packed_names(cu_seqlens: Tensor, sample_ids: Sequence[object] | None = None) -> Callable[[int], str]:
+    """Names sample and token of a position in samples stored end to end.
+
+    Args:
+        cu_seqlens: int64 ``[S + 1]``, where each sample begins, and the end.
+        sample_ids: names of the samples; None counts them from 0.
+    """
+
+    def name(position: int) -> str:
+        sample = int(torch.searchsorted(cu_seqlens, position, right=True)) - 1
+        token = position - int(cu_seqlens[sample])
+        return f"sample {sample if sample_ids is None else repr(sample_ids[sample])}, token {token}"
+
+    return name
 
 
 def _raise_at(wrong: Tensor, targets: Tensor, message: str, name: Callable[[int], str] | None) -> None:

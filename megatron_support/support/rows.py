@@ -60,10 +60,21 @@ def chunk_rows(columns: int, device: torch.device) -> int:
 
 def split_rows(wanted: Tensor, columns: int, chunk_size: int | None = None) -> tuple[Chunk, ...]:
     """Chunks that cover the rows where ``wanted [T]`` is true, in order, none with an unwanted row."""
-    rows = chunk_rows(columns, wanted.device) if chunk_size is None else chunk_size
+    return _split(_runs(wanted), columns, wanted.device, chunk_size)
+
+
+def whole_rows(count: int, columns: int, device: torch.device, chunk_size: int | None = None) -> tuple[Chunk, ...]:
+    """Chunks that cover ``count`` rows."""
+    return _split([(0, count)], columns, device, chunk_size)
+
+
+def _split(
+    runs: list[tuple[int, int]], columns: int, device: torch.device, chunk_size: int | None
+) -> tuple[Chunk, ...]:
+    rows = chunk_rows(columns, device) if chunk_size is None else chunk_size
     chunks: list[Chunk] = []
     done = 0
-    for start, stop in _runs(wanted):
+    for start, stop in runs:
         for first in range(start, stop, rows):
             count = min(rows, stop - first)
             chunks.append(Chunk(slice(first, first + count), slice(done, done + count)))

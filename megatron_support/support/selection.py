@@ -6,12 +6,14 @@ first ``kept_ties`` of that group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 ALL_TIES = torch.iinfo(torch.int64).max
+
+_MASS_UNITS = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Filters:
 
     candidates: int
     """How many of the largest logits to look for on each rank."""
+
+    covers_top_k: bool = True
+    """Whether that is known to be enough for every row's top-k, but for ties."""
 
     def k_active(self, like: Tensor) -> Tensor:
         if self.top_k is None:
@@ -84,58 +89,127 @@ def kept_by_mass(mass_above: Tensor, tied: Tensor, ties: Tensor, need: Tensor) -
     return ((need - mass_above) / tied).ceil().clamp(min=1).minimum(ties)
 
 
-def top_k_boundary(
-    candidates: Tensor, cumulative: Tensor, bound: Tensor, normalizer: Tensor, filters: Filters
-) -> tuple[Boundary, Tensor]:
+@dataclass(frozen=True)
+class Listing:
+    """Logits of every row in descending order, with all of the row that are above ``bound``, once or several times."""
+
+    values: Tensor
+    """``[A, M]``, descending."""
+
+    times: Tensor
+    """float64 ``[A, M]``, how often each occurs; equal values may have a place each, or share one."""
+
+    count: Tensor
+    """float64 ``[A, M]``, logits down to and with this place."""
+
+    mass: Tensor
+    """float64 ``[A, M]``, their mass."""
+
+    count_before: Tensor
+    """float64 ``[A]``, logits above all places."""
+
+    mass_before: Tensor
+    """float64 ``[A]``, their mass."""
+
+    bound: Tensor
+    """``[A]``; -inf where the whole row is listed."""
+
+    @classmethod
+    def of(
+        cls,
+        values: Tensor,
+        maximum: Tensor,
+        bound: Tensor,
+        times: Tensor | None = None,
+        count_before: Tensor | None = None,
+        mass_before: Tensor | None = None,
+    ) -> Listing:
+        """Of values in any order, or in descending order where each occurs once and none is above them."""
+        mass = row_mass(values, maximum)
+        if times is None:
+            none = torch.zeros_like(mass[:, 0])
+            times = torch.ones_like(mass)
+            return cls(values, times, times.cumsum(1), mass.cumsum(1), none, none, bound)
+        assert count_before is not None and mass_before is not None
+        values, order = values.sort(-1, descending=True)
+        times = times.gather(1, order)
+        mass = mass.gather(1, order) * times
+        count = times.cumsum(1) + count_before[:, None]
+        return cls(values, times, count, mass.cumsum(1) + mass_before[:, None], count_before, mass_before, bound)
+
+    def at(self, entries: slice) -> Listing:
+        """Of some rows."""
+        return Listing(*(getattr(self, field.name)[entries] for field in fields(self)))
+
+    @property
+    def places(self) -> int:
+        return self.values.shape[1]
+
+    def held(self) -> Tensor:
+        """float64 ``[A]``, mass of the logits above the bound."""
+        complete = (self.values > self.bound[:, None]).sum(1)
+        mass = self.mass.gather(1, (complete - 1).clamp(min=0)[:, None]).squeeze(1)
+        return torch.where(complete > 0, mass, self.mass_before)
+
+    def group_at(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tie group of the place ``position [A]``: value, mass above, count above and size (float64)."""
+        value = self.values.gather(1, position.clamp(max=self.places - 1)[:, None])
+        above = (self.values > value).sum(1)
+        ties = torch.where(self.values == value, self.times, 0.0).sum(1)
+        last = (above - 1).clamp(min=0)[:, None]
+        mass = torch.where(above > 0, self.mass.gather(1, last).squeeze(1), self.mass_before)
+        count = torch.where(above > 0, self.count.gather(1, last).squeeze(1), self.count_before)
+        return value.squeeze(1), mass, count, ties
+
+
+def top_k_boundary(listing: Listing, normalizer: Tensor, filters: Filters) -> tuple[Boundary, Tensor]:
     """The boundary after top-k, all rows kept whole where it is off.
 
     Args:
-        candidates: ``[A, M]``, descending, with every logit of the row that is above ``bound``.
-        cumulative: float64 ``[A, M]``, running sum of their masses.
-        bound: ``[A]``, the largest of the ranks' smallest candidates; -inf where the candidates are the whole row.
         normalizer: float64 ``[A]``, mass of the whole row.
 
     Returns:
-        The boundary, and bool ``[A]``: the k-th largest logit is not among the candidates. Where it is and equals the
-        bound, some of its ties may not be: ``ties`` is -1 there.
+        The boundary, and bool ``[A]``: the k-th largest logit is not listed. Where it is and equals the bound, some of
+        its ties may not be: ``ties`` is -1 there.
     """
     none = torch.zeros_like(normalizer)
+    bound = listing.bound
     everything = Boundary(torch.full_like(bound, -torch.inf), normalizer, none, none)
     top_k = filters.top_k
     if top_k is None:
         return everything, torch.zeros_like(bound, dtype=torch.bool)
     active = filters.k_active(bound)
-    value, above, count_above, ties = _group_at(candidates, cumulative, (top_k - 1).clamp(min=0))
+    first = (listing.count < top_k[:, None]).sum(1)
+    value, above, count_above, ties = listing.group_at(first)
     kept = top_k - count_above if filters.index_ties else ties
     boundary = Boundary(value, above, torch.where(value > bound, ties, -1.0), kept.double())
-    unknown = active & ((value < bound) | (top_k > candidates.shape[1]))
-    return where(active, boundary, everything), unknown
+    listed = (value >= bound) & (first < listing.places) & (listing.count_before < top_k)
+    return where(active, boundary, everything), active & ~listed
 
 
-def top_p_boundary(
-    candidates: Tensor, cumulative: Tensor, bound: Tensor, maximum: Tensor, top_k: Boundary, filters: Filters
-) -> tuple[Boundary, Tensor]:
-    """The boundary after top-p on what top-k left, and where it is not among the candidates.
+def top_p_boundary(listing: Listing, maximum: Tensor, top_k: Boundary, filters: Filters) -> tuple[Boundary, Tensor]:
+    """The boundary after top-p on what top-k left, and where it is not listed.
 
     A logit is kept iff the mass strictly above it is less than ``top_p`` times the mass that top-k left. That boundary
-    is the first candidate whose running sum reaches the need.
+    is the first listed logit whose running sum reaches the need.
 
     Args:
         top_k: the boundary of the top-k stage, known for all rows.
     """
     assert filters.top_p is not None
     active = filters.p_active(maximum)
+    bound = listing.bound
     need = filters.top_p * top_k.mass(maximum)
-    first = (cumulative < need[:, None]).sum(1)
-    value, above, _, ties = _group_at(candidates, cumulative, first)
+    first = (listing.mass < need[:, None]).sum(1)
+    value, above, _, ties = listing.group_at(first)
     kept = kept_by_mass(above, exp_difference(value, maximum), ties, need) if filters.index_ties else ties
     within = Boundary(value, above, torch.where(value > bound, ties, -1.0), kept)
-    inside = first < candidates.shape[1]
+    inside, started = first < listing.places, listing.mass_before < need
     # rounding can leave the need unreached; the top-k boundary is then the last there is
     k_held = filters.k_active(maximum) & (top_k.value >= bound)
     at_k = k_held & ((value <= top_k.value) | ~inside)
     final = where(at_k, trim(top_k, need, maximum, filters), within)
-    covered = at_k | ((value > bound) & inside)
+    covered = started & (at_k | ((value > bound) & inside))
     return where(active, final, top_k), active & ~covered
 
 
@@ -152,13 +226,13 @@ def exp_difference(value: Tensor, maximum: Tensor) -> Tensor:
     return (value.double() - maximum.double()).exp()
 
 
-def _group_at(candidates: Tensor, cumulative: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tie group of the candidate at ``position [A]``: value, mass above, count above and size (float64)."""
-    value = candidates.gather(1, position.clamp(max=candidates.shape[1] - 1)[:, None])
-    count_above = (candidates > value).sum(1)
-    ties = (candidates == value).sum(1).double()
-    before = cumulative.gather(1, (count_above - 1).clamp(min=0)[:, None]).squeeze(1)
-    return value.squeeze(1), torch.where(count_above > 0, before, 0.0), count_above.double(), ties
+def row_mass(values: Tensor, maximum: Tensor) -> Tensor:
+    """:func:`exp_difference` of ``values [A, M]`` and ``maximum [A]``, as numbers whose sums do not depend on order.
+
+    For float32, multiples of 2^-40: the float64 sum of up to 8,192 of them, each at most 1, is exact.
+    """
+    mass = exp_difference(values, maximum[:, None])
+    return mass if values.dtype == torch.float64 else mass.mul_(_MASS_UNITS).round_().div_(_MASS_UNITS)
 
 
 def where(condition: Tensor, yes: Boundary, no: Boundary) -> Boundary:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_support.support import kernels
 from megatron_support.support.candidates import CandidatePlan, Candidates, largest
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, row_sums, shift
+from megatron_support.support.selection import Filters
 from megatron_support.support.vocabulary import VocabularyShard
+from megatron_support.support.windows import WindowPlan, Windows, describe, limits, listing, window
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Statistics:
     """Scaled logit of the target, in the compute dtype."""
 
     gathered: Tensor | None
-    """``[ranks, A, K]``, every rank's largest scaled logits, descending."""
+    """``[ranks, A, K]``, every rank's largest scaled logits, descending; None where ``windows`` has what is needed."""
+
+    windows: Windows | None
 
     local: Candidates | None
     """This rank's own."""
@@ -47,7 +50,7 @@ def measure(
     rows: Rows,
     targets: Tensor,
     shard: VocabularyShard,
-    wanted: int,
+    filters: Filters | None,
     *,
     entropy: bool,
     ids: bool,
@@ -57,7 +60,7 @@ def measure(
 
     Args:
         targets: int64 ``[A]``, global ids.
-        wanted: how many of the largest logits to look for on each rank; 0 for none.
+        filters: says how many of the largest logits to look for on each rank; None for none.
         entropy: whether to sum the entropy.
         ids: whether the columns of the largest logits are wanted.
         companion: ``[A]``, further values to take the maximum of over the ranks, together with the rows' own.
@@ -66,46 +69,70 @@ def measure(
     device = targets.device
     maximum = torch.empty(count, dtype=rows.dtype, device=device)
     sums = torch.zeros(count, 2 if entropy else 1, dtype=torch.float64, device=device)
-    plan = CandidatePlan.of(wanted, shard.width) if wanted else None
-    held = min(wanted, shard.columns)
-    local = Candidates.empty(count, held, rows.dtype, device, ids=ids) if wanted else None
+    search = None
+    if filters is not None:
+        held = min(filters.candidates, shard.columns)
+        plan = CandidatePlan.of(filters.candidates, shard.width)
+        search = (plan, Candidates.empty(count, held, rows.dtype, device, ids=ids))
+    local = search[1] if search else None
+    around = WindowPlan.of(filters, held, shard, rows.dtype) if filters is not None else None
+    limit: list[Tensor] = []
+    last = maximum
     if shard.ranks > 1:
         for chunk in rows.chunks:
-            maximum[chunk.at] = _row_maximum(rows.scaled(chunk))
-        if companion is None:
+            maximum[chunk.at] = _largest(rows.scaled(chunk), search, chunk.at)
+        if around is not None and filters is not None and local is not None:
+            lasts, *described = shard.gather_together(_last(local, shard), *describe(local.values, around))
+            maximum, last = described[0].amax(0).squeeze(1), lasts.amax(0).squeeze(1)
+            limit = limits(described, maximum, around, filters)
+        elif companion is None:
             maximum = shard.maximum(maximum)
         else:
             maximum, companion = shard.maximum(torch.stack([maximum, companion]))
-    fused = kernels.usable(rows.logits, rows.dtype)
-    for chunk in rows.chunks if wanted or shard.ranks == 1 or not fused else ():
+    for chunk in rows.chunks:
         x = rows.scaled(chunk)
-        groups = plan.group_maxima(x) if plan else x
         if shard.ranks == 1:
-            maximum[chunk.at] = _row_maximum(groups)
-        if local is not None and plan is not None:
-            largest(x, groups, plan, local, chunk.at)
-        if not fused:
-            _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
-    if fused:
-        from megatron_support.support.kernels import row_kernels
-
-        sums = row_kernels.row_sums(rows.logits, rows.index, rows.temperatures(), maximum, entropy=entropy).contiguous()
-    else:
-        sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
-    target_logit = _target_logit(rows, targets, shard)
-    words = [sums.view(rows.dtype), target_logit[:, None], *([local.values] if local is not None else [])]
-    everyone = shard.gather(torch.cat(words, 1))
-    sum_words = sums.view(rows.dtype).shape[1]
-    sums = everyone[..., :sum_words].clone(memory_format=torch.contiguous_format).view(torch.float64).sum(0)
+            maximum[chunk.at] = _largest(x, search, chunk.at)
+        _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
+    sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
+    words = [sums, _target_logit(rows, targets, shard)[:, None]]
+    if local is not None and around is None:
+        words.append(local.values)
+    for value in limit:
+        assert around is not None and local is not None
+        words += window(local.values, value, maximum, around, all_held=held >= shard.width)
+    sums, target_logit, *rest = shard.gather_together(*words)
+    sums = sums.sum(0)
+    windows = None
+    if around is not None:
+        listings = [listing(rest[i : i + 5], maximum) for i in range(0, len(rest), 5)]
+        windows = Windows(last, listings[0], listings[-1])
     return Statistics(
         maximum,
         sums[:, 0],
         sums[:, 1] if entropy else None,
-        everyone[..., sum_words].amax(0),
-        everyone[..., sum_words + 1 :] if local is not None else None,
+        target_logit.squeeze(-1).amax(0),
+        rest[0] if local is not None and around is None else None,
+        windows,
         local,
         companion,
     )
+
+
+def _largest(x: Tensor, search: tuple[CandidatePlan, Candidates] | None, at: slice) -> Tensor:
+    """The maxima ``[c]`` of a chunk; its candidates are written where they are searched for."""
+    if search is None:
+        return _row_maximum(x)
+    plan, candidates = search
+    groups = plan.group_maxima(x)
+    largest(x, groups, plan, candidates, at)
+    return _row_maximum(groups)
+
+
+def _last(local: Candidates, shard: VocabularyShard) -> Tensor:
+    """``[A, 1]``: the smallest candidate; -inf where all logits of the rank are candidates."""
+    last = local.values[:, -1:]
+    return torch.full_like(last, -torch.inf) if local.values.shape[1] >= shard.width else last
 
 
 def _row_maximum(x: Tensor) -> Tensor:

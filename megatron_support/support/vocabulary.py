@@ -83,6 +83,17 @@ class VocabularyShard:
         dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self.group)
         return gathered
 
+    def gather_together(self, *tensors: Tensor) -> list[Tensor]:
+        """``[A, n]`` tensors of any dtypes, each as ``[ranks, A, n]`` of every rank, in one collective."""
+        if self.ranks == 1:
+            return [tensor.unsqueeze(0) for tensor in tensors]
+        parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        everyone = self.gather(torch.cat(parts, 1)).split([part.shape[1] for part in parts], -1)
+        return [
+            received.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            for received, tensor in zip(everyone, tensors, strict=True)
+        ]
+
     def maximum(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum over the ranks. A NaN on any rank is a NaN on all (a MAX all-reduce may drop it)."""
         return tensor if self.ranks == 1 else self.gather(tensor).amax(0)

@@ -17,6 +17,7 @@ from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.weights import load_weights
 from megatron_support.training.checks import CheckedRecipe
 from megatron_support.training.sources import FileSource, RolloutSource, SamplerSource
+from megatron_support.training.tasks import Task
 
 OnPhase = Callable[[str, int, int], None]
 
@@ -29,6 +30,8 @@ class Training:
     actor_step: ActorStep
     source: RolloutSource
     communication: CommunicationClock
+    task: Task | None
+    """None where rollouts come from files."""
 
 
 def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnPhase) -> Training:
@@ -67,7 +70,7 @@ def build_training(checked: CheckedRecipe, groups: ParallelGroups, on_phase: OnP
     clock = CommunicationClock(model.device)
     model.config.timers = optimizer.config.timers = clock
     source = _source(checked, model, groups, on_phase)
-    return Training(model=model, actor_step=actor_step, source=source, communication=clock)
+    return Training(model=model, actor_step=actor_step, source=source, communication=clock, task=checked.task)
 
 
 def _weights_of(checkpoint: Weights | None, recipe: Recipe, model: ModelParts, groups: ParallelGroups) -> HostWeights:

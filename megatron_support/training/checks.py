@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from megatron_support.megatron.minibatch import check_truncation, token_multiple
 from megatron_support.megatron.parallel import validate_layout
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.rollouts.files import concatenate
+from megatron_support.rollouts.files import concatenate, read_rollouts
 from megatron_support.rollouts.planning import plan_microbatches
 from megatron_support.rollouts.readers import Assumptions, read_dump
 from megatron_support.training.tasks import Task, get_task
@@ -61,8 +62,31 @@ def check_recipe(recipe: Recipe, world_size: int) -> CheckedRecipe:
         task = get_task(recipe.rollouts.task)
         lengths, names = _longest(task, recipe.rollouts, architecture), ("prompt and response",)
     _check_columns(recipe, rollouts)
+    _check_truncation(recipe)
+    if recipe.train.microbatch.truncate and rollouts is not None:
+        lengths = lengths.clamp_max(recipe.train.microbatch.longest_sequence)
     _check_lengths(recipe, architecture, world_size, lengths, names)
     return CheckedRecipe(recipe=recipe, architecture=architecture, rollouts=rollouts, task=task, notes=notes)
+
+
+def check_scoring(recipe: Recipe, path: str | Path, world_size: int) -> RolloutBatch:
+    """Check that a recipe's model can score every token of a rollout file, and read it. Needs no process group.
+
+    Args:
+        recipe: its model, layout, log-probabilities and token budget are read.
+        path: the file.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigurationError: a field, or the layout.
+        RolloutError: the file, or a sequence that does not fit.
+    """
+    architecture = model_architecture(recipe.model)
+    validate_layout(architecture, recipe.parallel, world_size)
+    rollouts = read_rollouts(path, vocab_size=architecture.vocab_size)
+    with_support_mode(rollouts, recipe.logprobs)
+    _check_lengths(recipe, architecture, world_size, rollouts.lengths, rollouts.sample_ids)
+    return rollouts
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -136,16 +160,22 @@ def _longest(task: Task, config: SamplerRollouts, architecture: Architecture) ->
     return torch.tensor([task.longest_prompt + config.max_new_tokens])
 
 
+def _multiples(recipe: Recipe) -> tuple[int, int]:
+    parallel = recipe.parallel
+    return token_multiples(
+        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
+    )
+
+
+def _check_truncation(recipe: Recipe) -> None:
+    check_truncation(recipe.train.microbatch, total_multiple=_multiples(recipe)[1])
+
+
 def _check_lengths(
     recipe: Recipe, architecture: Architecture, world_size: int, lengths: torch.Tensor, names: tuple[str, ...]
 ) -> None:
     parallel, microbatch = recipe.parallel, recipe.train.microbatch
-    sequence_multiple, total_multiple = token_multiples(
-        context_size=parallel.context, tensor_size=parallel.tensor, sequence_parallel=parallel.sequence
-    )
-    check_truncation(microbatch, total_multiple=total_multiple)
-    if microbatch.truncate and isinstance(recipe.rollouts, FileRollouts):
-        lengths = lengths.clamp_max(microbatch.longest_sequence)
+    sequence_multiple, total_multiple = _multiples(recipe)
     longest = int(lengths.max())
     if longest > architecture.max_sequence_length:
         raise ConfigurationError(

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_support import __version__
 from megatron_support.distributed.groups import ParallelGroups
@@ -19,7 +20,7 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "NVTE_")
 
 
 def describe_environment(groups: ParallelGroups, device: torch.device) -> dict[str, Any]:
-    """Plain values about this rank's machine.
+    """Plain values about this rank's machine, and where every rank is. Collective.
 
     Args:
         groups: the ranks' layout.
@@ -33,6 +34,7 @@ def describe_environment(groups: ParallelGroups, device: torch.device) -> dict[s
         "processor": device_name(device),
         "threads per rank": torch.get_num_threads(),
         "ranks": groups.world_size,
+        "machines": _machines(groups),
         "layout": {
             "tensor": groups.tensor_size,
             "pipeline": groups.pipeline_size,
@@ -45,6 +47,16 @@ def describe_environment(groups: ParallelGroups, device: torch.device) -> dict[s
             for name, value in sorted(os.environ.items())
             if name in _VARIABLES or name.startswith(_PREFIXES)
         },
+    }
+
+
+def _machines(groups: ParallelGroups) -> dict[str, str]:
+    """Host names with their ranks, as ``{"node3": "0, 1"}``."""
+    names = [platform.node()] * groups.world_size
+    if groups.world is not None:
+        dist.all_gather_object(names, platform.node(), group=groups.world)
+    return {
+        host: ", ".join(str(rank) for rank, name in enumerate(names) if name == host) for host in dict.fromkeys(names)
     }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,116 +12,135 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_support.config.recipe import Recipe
-from megatron_support.distributed.errors import raise_together
+from megatron_support.distributed.board import one_error
+from megatron_support.distributed.errors import decide_together
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.errors import ConfigurationError, RolloutError
-from megatron_support.megatron.actor_step import StepResult
-from megatron_support.megatron.checkpoint import save_checkpoint
+from megatron_support.errors import CheckpointError, Fault
+from megatron_support.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_support.megatron.host import Host, running_host
 from megatron_support.megatron.parallel import initialize_parallel
-from megatron_support.training.build import Training, build_training
+from megatron_support.training.build import OnPhase, Training, build_training
+from megatron_support.training.checkpoints import Checkpoints
 from megatron_support.training.checks import CheckedRecipe, check_recipe
+from megatron_support.training.disk import Disk
 from megatron_support.training.environment import describe_environment
-from megatron_support.training.exclusions import Exclusions, count_exclusions
 from megatron_support.training.folder import CHECKPOINT, RunFolder
+from megatron_support.training.history import History
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
+from megatron_support.training.resume import Start, find_start, launch_id
+from megatron_support.training.stop import StopSignals
 from megatron_support.training.summary import Summary, print_summary
-from megatron_support.training.token_record import record_tokens
 from megatron_support.training.token_text import plain_token_text, token_text
 from megatron_support.training.watch import Watch
 
 
-def train(recipe: Recipe, console: Console) -> Summary:
+def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) -> Summary:
     """Train as a recipe says, on the ranks that torchrun started, or on this one. Collective.
 
-    Everything is checked and built before the run folder is made, which is when the first step has been done.
+    Everything is checked and built before the run folder is made, which is when the first step has been done. With
+    ``checkpoint.every`` a run goes on from its last checkpoint, and a signal ends it after the present step.
 
     Args:
         recipe: from :func:`megatron_support.config.load_recipe`.
         console: where the first rank shows progress and the summary.
+        on_phase: called on every rank as ``(phase, done, total)``, and as ``("checkpoint", 0, 1)`` before one is saved.
 
     Raises:
-        ConfigurationError, RolloutError, LogprobFault: on every rank with the same message.
+        ConfigurationError, RolloutError, LogprobFault, CheckpointError: on every rank with the same message.
     """
-    with running_host(recipe.device) as host:
-        checked = _check_together(recipe, host)
+    timeout = timedelta(minutes=recipe.timeout_minutes)
+    signalled = StopSignals(enabled=recipe.checkpoint.every is not None)
+    with running_host(recipe.device, timeout=timeout) as host, one_error(), signalled as signals:
+        checked = decide_together(lambda: check_recipe(recipe, dist.get_world_size()), device=host.device)
         groups = initialize_parallel(recipe.parallel)
-        view = _LateView()
+        view = _LateView(on_phase)
         training = build_training(checked, groups, view.phase)
-        folder = _folder_together(recipe, groups, host)
-        folder.environment = describe_environment(groups, host.device)
-        if groups.is_main:
-            _say(console, f"{recipe.name}: {_describe(checked, groups, host)}")
-            for note in checked.notes:
-                _say(console, note)
+        start, folder = _start_together(recipe, groups, host)
+        history, done = _load(start, training)
+        folder.environment = {**describe_environment(groups, host.device), "launch": launch_id()}
+        say = (lambda line: _say(console, line)) if groups.is_main else (lambda line: None)
+        say(f"{recipe.name}: {_describe(checked, groups, host)}")
+        for note in checked.notes:
+            say(note)
+        if start.checkpoint is not None:
+            say(f"goes on after step {done} of {start.checkpoint}")
+        disk = Disk(recipe, groups, host.device, say)
+        checkpoints = Checkpoints(recipe, training, disk, folder.path, start=done if start.run else 0)
+        checkpoints.check()
+        if start.run is not None:
+            disk.write(lambda: folder.go_on(done))
         view.view = make_progress(recipe.logging.progress, recipe.train.steps, console, main=groups.is_main)
+        loop = _Loop(recipe, training, folder, view, checkpoints, disk, signals, history)
         try:
-            history = _loop(recipe, training, folder, view)
+            done, signal = loop.run(done)
         finally:
             view.close()
             folder.close()
-        if recipe.train.save_final:
-            save_checkpoint(folder.path / CHECKPOINT, training.model, step=recipe.train.steps)
-        summary = history.summary(recipe, folder)
-        if groups.is_main:
-            folder.write_rollouts(history.results[-1].rollouts)
-            folder.write_summary(summary.to_dict())
-            tokens = {*history.excluded_tokens, *history.results[-1].rollouts.tokens.tolist()}
-            folder.write_token_text(plain_token_text(recipe.model.weights, checked.task), tokens)
-            print_summary(summary, console, token_text(recipe.model.weights, checked.task))
+        summary = history.summary(recipe, folder.path)
+        if signal is not None:
+            disk.write(lambda: folder.write_stopped(signal, done))
+            say(f"{signal}: stopped after step {done} of {recipe.train.steps}; the same command goes on from there")
+        else:
+            disk.write(lambda: folder.write_summary(summary.to_dict()))
+            if groups.is_main:
+                print_summary(summary, console, token_text(recipe.model.weights, checked.task))
         return summary
 
 
-@dataclass
-class _History:
-    """What the steps leave behind for the summary."""
+@dataclass(frozen=True)
+class _Loop:
+    """All steps, and what is written at the end of them."""
 
-    rewards: list[float] = field(default_factory=list)
-    mismatches: list[float] = field(default_factory=list)
-    exclusions: Exclusions = field(default_factory=Exclusions)
-    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=1))
-    """The last one alone: a result holds the rollouts."""
-    excluded_tokens: set[int] = field(default_factory=set)
-    """Ids, for their text."""
+    recipe: Recipe
+    training: Training
+    folder: RunFolder
+    view: _LateView
+    checkpoints: Checkpoints
+    disk: Disk
+    signals: StopSignals
+    history: History
 
-    def add(self, step: int, result: StepResult, *, epochs: int) -> dict[str, Any]:
-        """Take a step in; returns what its single tokens say."""
-        metrics, rollouts = result.metrics, result.rollouts
-        self.results.append(result)
-        self.rewards.append(float(rollouts.rewards.mean()))
-        if "token_mult_prob_error" in metrics:
-            self.mismatches.append(metrics["token_mult_prob_error"])
-        if "excluded_by_previous" not in metrics:  # the loss does not read them, whatever they are
-            rollouts = rollouts.with_columns(prev_logprobs=None)
-        excluded = int(metrics.get("policy_support_excluded_tokens", 0))
-        self.exclusions += count_exclusions(step, rollouts, excluded=excluded, epochs=epochs)
-        record = record_tokens(step, rollouts)
-        self.excluded_tokens.update(int(token) for token in record["tokens"])
-        return record
+    def run(self, done: int) -> tuple[int, str | None]:
+        """Do the steps after ``done``; returns how many are done then, and the signal that ended it before the last."""
+        recipe, watch = self.recipe, Watch(self.recipe, self.training)
+        signal = None
+        for step in range(done + 1, recipe.train.steps + 1):
+            signal = self.signals.agreed(self.training.model.device)
+            if signal is not None:
+                break
+            self._step(step, watch)
+            done = step
+            self.checkpoints.after_step(step, self.history.to_dict)
+        if signal is None:
+            self._write_end()
+        self.checkpoints.last(done, self.history.to_dict)
+        return done, signal
 
-    def summary(self, recipe: Recipe, folder: RunFolder) -> Summary:
-        return Summary(
-            recipe=recipe,
-            rewards=self.rewards,
-            exclusions=self.exclusions,
-            mismatch=sum(self.mismatches) / len(self.mismatches) if self.mismatches else None,
-            last=self.results[-1].metrics,
-            folder=folder.path,
-        )
+    def _reported(self, step: int, fault: Fault) -> Fault:
+        """The same fault with its step, and with a file of the samples at fault. Collective."""
+        message = f"step {step}: {fault}"
+        if fault.rollouts is not None:
+            path = self.folder.fault_path(step)
+            try:
+                self.disk.write(lambda: self.folder.write_fault(step, fault.rollouts))
+                message += f"\nthe samples at fault are in {path}; look at them with: megatron-support replay {path}"
+            except CheckpointError as error:
+                message += f"\nthe samples at fault could not be kept: {error}"
+        return type(fault)(message, rollouts=fault.rollouts)
 
-
-def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressView) -> _History:
-    """All steps."""
-    history, watch = _History(), Watch(recipe, training)
-    for step in range(1, recipe.train.steps + 1):
+    def _step(self, step: int, watch: Watch) -> None:
+        training, history = self.training, self.history
         watch.profiler.before(step)
         start = time.perf_counter()
         with torch.profiler.record_function("megatron_support/rollouts"):
             rollouts = training.source.rollouts(step - 1)
         sampled = time.perf_counter()
-        result = training.actor_step.step(rollouts)
+        try:
+            result = training.actor_step.step(rollouts)
+        except Fault as fault:
+            raise self._reported(step, fault) from fault
         end = time.perf_counter()
-        tokens = history.add(step, result, epochs=recipe.train.epochs)
+        tokens = history.add(step, result, epochs=self.recipe.train.epochs)
         values = {
             "reward": history.rewards[-1],
             "response_length": float(rollouts.response_mask.sum()) / rollouts.num_sequences,
@@ -131,23 +150,41 @@ def _loop(recipe: Recipe, training: Training, folder: RunFolder, view: ProgressV
             **result.metrics,
             **watch.values(rollouts, result.metrics),
         }
-        if training.actor_step.groups.is_main:
-            folder.write_step(step, values)
-            if recipe.logging.tokens:
-                folder.write_tokens(tokens)
-        watch.profiler.after(step, folder.path)
-        view.step(step, values)
-    return history
+
+        def write() -> None:
+            self.folder.write_step(step, values)
+            if self.recipe.logging.tokens:
+                self.folder.write_tokens(tokens)
+            watch.profiler.after(step, self.folder.path)
+
+        self.disk.write(write)
+        self.view.step(step, values)
+
+    def _write_end(self) -> None:
+        """What belongs to the last step, before its checkpoint says that it is done."""
+        recipe, history = self.recipe, self.history
+        rollouts = history.rollouts
+        if rollouts is not None:
+            text = plain_token_text(recipe.model.weights, self.training.task)
+            tokens = {*history.excluded_tokens, *rollouts.tokens.tolist()}
+            self.disk.write(lambda: self.folder.write_rollouts(rollouts))
+            self.disk.write(lambda: self.folder.write_token_text(text, tokens))
+        weights = self.folder.path / CHECKPOINT
+        if recipe.train.save_final and not self.disk.agreed(weights.exists()):  # there already where the end was killed
+            self.disk.tolerate(lambda: save_checkpoint(weights, self.training.model, step=recipe.train.steps))
 
 
 class _LateView:
     """A view that can be handed out before it is known: nothing is shown while the model is built."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: OnPhase | None) -> None:
         self.view: ProgressView = SilentProgress()
+        self._on_phase = on_phase
 
     def phase(self, name: str, done: int, total: int) -> None:
         self.view.phase(name, done, total)
+        if self._on_phase is not None:
+            self._on_phase(name, done, total)
 
     def step(self, step: int, values: Values) -> None:
         self.view.step(step, values)
@@ -156,32 +193,29 @@ class _LateView:
         self.view.close()
 
 
-def _check_together(recipe: Recipe, host: Host) -> CheckedRecipe:
-    """Checks read files, which may differ between machines: one rank's error is everybody's."""
-    checked, error = None, None
-    try:
-        checked = check_recipe(recipe, dist.get_world_size())
-    except (ConfigurationError, RolloutError) as found:
-        error = found
-    raise_together(error, dist.group.WORLD, host.device)
-    assert checked is not None
-    return checked
+def _start_together(recipe: Recipe, groups: ParallelGroups, host: Host) -> tuple[Start, RunFolder]:
+    """The first rank finds what is continued and names the run folder; the others learn it."""
 
+    def find() -> tuple[Start, RunFolder]:
+        start = find_start(recipe) if groups.is_main else Start()
+        return start, RunFolder(recipe, start.run)
 
-def _folder_together(recipe: Recipe, groups: ParallelGroups, host: Host) -> RunFolder:
-    """The first rank names the run folder; the others learn the name."""
-    folder, error = None, None
-    try:
-        folder = RunFolder(recipe)
-    except ConfigurationError as found:
-        error = found
-    raise_together(error, groups.world, host.device)
-    assert folder is not None
+    start, folder = decide_together(find, device=host.device)
+    box: list[Any] = [start, folder.path]
     if groups.world is not None:
-        box = [folder.path]
         dist.broadcast_object_list(box, src=0, device=host.device)
-        folder.path = box[0]
-    return folder
+    start, folder.path = box
+    return start, folder
+
+
+def _load(start: Start, training: Training) -> tuple[History, int]:
+    """What the run has behind it: history and steps."""
+    if start.checkpoint is None:
+        return History(), 0
+    step = training.actor_step
+    saved = load_checkpoint(start.checkpoint, training.model, optimizer=step.optimizer, scheduler=step.scheduler)
+    step.steps = saved.step
+    return History.from_dict(saved.progress) if saved.progress else History(), saved.step
 
 
 def _describe(checked: CheckedRecipe, groups: ParallelGroups, host: Host) -> str:

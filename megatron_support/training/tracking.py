@@ -43,6 +43,8 @@ class WandbRun:
             tags=config.tags,
             mode=config.mode,
             name=folder.name,
+            id=folder.name,
+            resume="allow",  # a continued run goes on there
             dir=str(folder),
             config=recipe.model_dump(mode="json"),
         )

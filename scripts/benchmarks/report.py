@@ -119,8 +119,9 @@ def response_table(rows: Sequence[Row]) -> list[str]:
         for case, measured in row.items():
             work = case.work
             gain = f"{ratio(measured, whole):.2f}x"
-            cells.append([work.kind, work.label, work.tokens, f"{work.response:.0%}", times(measured), gain])
-    return markdown(["logits", "work", "T", "response tokens", "ours, ms", "all tokens / this"], cells)
+            mask = "all tokens" if work.response == 1 else f"{1 / work.response - 1:g}:1"
+            cells.append([work.kind, work.label, work.tokens, mask, times(measured), gain])
+    return markdown(["logits", "work", "T", "prompt:response", "ours, ms", "all tokens / this"], cells)
 
 
 _COLOURS = {

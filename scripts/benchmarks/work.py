@@ -62,11 +62,11 @@ class Inputs:
         return leaves
 
 
-def make_inputs(work: Work, rank: int = 0, ranks: int = 1) -> Inputs:
+def make_inputs(work: Work, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu") -> Inputs:
     """The same work on every rank, cut along the vocabulary."""
     if work.hidden:
         return _head_inputs(work, rank, ranks)
-    logits = make_logits(work)
+    logits = make_logits(work, device)
     targets = logits.float().topk(3, -1).indices[:, 1].contiguous()
     targets[round(work.tokens * work.response) :] = -1
     columns = -(-work.vocabulary // ranks)
@@ -74,14 +74,15 @@ def make_inputs(work: Work, rank: int = 0, ranks: int = 1) -> Inputs:
     return Inputs((padded[:, columns * rank : columns * (rank + 1)].clone(),), targets)
 
 
-def make_logits(work: Work) -> Tensor:
+def make_logits(work: Work, device: torch.device | str = "cpu") -> Tensor:
     """Peaked: a few tokens hold the mass. Broad: about two thousand do. Flat: nearly all do."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     shape = (work.tokens, work.vocabulary)
-    logits = torch.randn(shape, generator=generator)
+    logits = torch.randn(shape, generator=generator, device=device)
     if work.kind == "peaked":
-        spikes = torch.randint(0, work.vocabulary, (work.tokens, 24), generator=generator)
-        logits = logits.mul_(2).scatter_add_(1, spikes, torch.rand(spikes.shape, generator=generator) * 6 + 10)
+        spikes = torch.randint(0, work.vocabulary, (work.tokens, 24), generator=generator, device=device)
+        heights = torch.rand(spikes.shape, generator=generator, device=device) * 6 + 10
+        logits = logits.mul_(2).scatter_add_(1, spikes, heights)
     elif work.kind == "broad":
         logits.mul_(3.5)
     return logits.to(DTYPES[work.dtype])

@@ -69,15 +69,23 @@ def make_step(
     per_token: bool = False,
     architecture: dict | None = None,
     dtype: str = "float32",
+    device: str = "cpu",
+    transformer_impl: str = "auto",
     **step: object,
 ) -> ActorStep:
     """Host, groups, model, optimizer and reference for this rank; torch.distributed is up already."""
-    setup_host("cpu")
+    setup_host(device)
     # a large eps: Adam divides a gradient that is all rounding by itself, which no layout could agree on
     settings = OptimizerSettings.from_dict({"lr": 1e-2, "eps": 1e-3, "clip_grad": 1.0, **(optimizer or {})})
     layout = ParallelConfig.from_dict(parallel or {})
     groups = initialize_parallel(layout)
-    config = ModelConfig.from_dict({"architecture": MODEL["architecture"] | (architecture or {}), "dtype": dtype})
+    config = ModelConfig.from_dict(
+        {
+            "architecture": MODEL["architecture"] | (architecture or {}),
+            "dtype": dtype,
+            "transformer_impl": transformer_impl,
+        }
+    )
     model = wrap_ddp(
         build_model(config, layout, groups, seed=7, calculate_per_token_loss=per_token),
         distributed_optimizer=settings.distributed,

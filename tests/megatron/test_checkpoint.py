@@ -64,7 +64,7 @@ def _train(rank, world, parallel, distributed, dtype, updates, save=None, load=N
     optimizer, scheduler = build_optimizer(settings, model.chunks, 8)
     start = 0
     if load is not None:
-        start = load_checkpoint(load, model, optimizer=optimizer, scheduler=scheduler)
+        start = load_checkpoint(load, model, optimizer=optimizer, scheduler=scheduler).step
     batch = token_batch(tokens(seed=groups.data_rank), packed=True, groups=groups)
     for _ in range(start, updates):
         for chunk in model.chunks:

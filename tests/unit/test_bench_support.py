@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 from benchmarks.contestants import FUSED, HEAD_FIRST, IN_PLACE, OURS, SORT, find_contestants  # noqa: E402
+from benchmarks.device import copy_bandwidth, device_table  # noqa: E402
 from benchmarks.measure import Measured, ratio  # noqa: E402
 from benchmarks.work import Work, make_inputs  # noqa: E402
 
@@ -58,9 +59,30 @@ def test_a_ratio_is_the_median_over_shared_turns():
     assert ratio(ours, Measured(forward=[2.0, 4.0], backward=[1.0, 0.0])) == 2.5
 
 
+def test_a_device_table_divides_by_what_moving_the_logits_takes(monkeypatch):
+    """2 MiB a millisecond of copying: 512 KiB of logits take 0.25 ms to read, 0.5 ms to read and write."""
+    monkeypatch.setattr("benchmarks.device.copy_bandwidth", lambda *_: 2.0 * 2**20)
+    work = Work(vocabulary=2**15, tokens=8, dtype="bf16", top_k=20)
+    lines = device_table([work, replace(work, top_k=None, entropy=True)], torch.device("cpu"), 1)
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("| 32768")]
+    assert [(row[4], row[5]) for row in cells] == [
+        *(("top_k 20", name) for name in (OURS, IN_PLACE)),
+        *(("no filter, entropy", name) for name in (OURS, IN_PLACE)),
+    ]
+    for row in cells:
+        assert float(row[7][:-1]) == pytest.approx(float(row[6]) / 0.25, abs=0.05)
+        assert float(row[9][:-1]) == pytest.approx(float(row[8]) / 0.5, abs=0.05)
+
+
+def test_a_copy_counts_what_is_read_and_written(monkeypatch):
+    monkeypatch.setattr("benchmarks.device.timed", lambda call, device: (call(), 0.5))
+    assert copy_bandwidth(1000, torch.device("cpu"), 2) == 4000
+
+
 def test_a_quick_run_writes_tables_and_a_picture(tmp_path):
     out, picture = tmp_path / "support.md", tmp_path / "support.svg"
-    command = [sys.executable, str(ROOT / "scripts/bench_support.py"), "--quick", "--sections", "work", "head"]
+    command = [sys.executable, str(ROOT / "scripts/bench_support.py"), "--quick", "--cpu"]
+    command += ["--sections", "work", "head"]
     done = subprocess.run([*command, "--out", out, "--plot", picture], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = out.read_text().splitlines()

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def slurm(tmp_path):
     }
 
 
+def test_what_slurm_hands_over_starts_two_machines(slurm, tmp_path):
+    """The real script in place of the stand-in."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", dirs_exist_ok=True)
+    (tmp_path / "recipe.yaml").touch()
+    done = submit({**slurm, "VENV": sys.prefix, "LOCAL_ADDR": "10.0.0.4"}, "--dry-run", "recipe.yaml", "name=x")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    for line, is_host in ((first, "true"), (second, "false")):
+        assert "--nnodes 2 --nproc-per-node 4 " in line and "--rdzv-endpoint node3:21234 " in line
+        assert f"is_host={is_host}" in line and line.endswith("-m megatron_support train recipe.yaml name=x")
+
+
 def submit(environment: dict, *arguments: str) -> subprocess.CompletedProcess:
     program = str(Path(environment["SLURM_SUBMIT_DIR"]) / "job")
     return subprocess.run(["bash", program, *arguments], env=environment, capture_output=True, text=True, timeout=30)
@@ -78,6 +91,13 @@ def test_kubernetes_has_the_same_environment():
     assert set(values) | {"NODE_RANK"} >= VARIABLES
     (recipe,) = re.findall(r"configs/\w+\.yaml", container["args"][0])
     assert (ROOT / recipe).is_file()
+    command = container["args"][0].replace("train_multinode.sh", "train_multinode.sh --dry-run")
+    pod_environment = {**os.environ, **values, "JOB_COMPLETION_INDEX": "0", "VENV": sys.prefix}
+    done = subprocess.run(
+        [*container["command"], command], cwd=ROOT, env=pod_environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--max-restarts 3" in done.stdout and f"--rdzv-endpoint {values['MASTER_ADDR']}:29500" in done.stdout
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import megatron_support
+from megatron_support.adapters import HOSTS
 
 PACKAGE = Path(megatron_support.__file__).parent
 
@@ -28,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": BASE | ROOMS | {"distributed", "megatron", "adapters"},
     "training": BASE | ROOMS | {"distributed", "megatron", "training"},
     "commands": BASE | ROOMS | {"distributed", "megatron", "training", "adapters", "commands"},
+    "autoload": {"adapters"},
     "__main__": BASE | {"commands"},
     "__init__": set(),
 }
@@ -111,13 +113,23 @@ def test_loss_advantages_and_rollouts_know_of_no_other_rank():
     assert not wrong
 
 
-def test_adapters_do_not_import_each_other():
-    adapters = {path.stem for path in (PACKAGE / "adapters").glob("*.py")} - {"__init__"}
-    for path in (PACKAGE / "adapters").glob("*.py"):
+def test_hosts_do_not_import_each_other():
+    """What a host's adapter imports of this room is its own or shared; what is shared imports no host by name."""
+    for path in (PACKAGE / "adapters").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "adapters").parts[0].removesuffix(".py")
         for line, name in imports(path):
             parts = name.split(".")
-            other = parts[2] if parts[:2] == ["megatron_support", "adapters"] and len(parts) > 2 else path.stem
-            assert path.stem == "__init__" or other == path.stem or other not in adapters, f"{path.name}:{line}: {name}"
+            other = parts[2] if parts[:2] == ["megatron_support", "adapters"] and len(parts) > 2 else own
+            assert other == own or other not in HOSTS, f"{path.relative_to(PACKAGE)}:{line}: {name}"
+
+
+def test_adapters_are_imported_where_a_host_asks_for_them_only():
+    users = {
+        room(path)
+        for path in modules()
+        if room(path) != "adapters" and any(name.startswith("megatron_support.adapters") for _, name in imports(path))
+    }
+    assert users <= {"autoload", "commands"}
 
 
 def in_a_fresh_interpreter(code: str) -> list[str]:

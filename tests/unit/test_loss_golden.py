@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_support.adapters.nemo_rl.options import described_loss
 from megatron_support.config import ActorLossConfig
 from megatron_support.loss import actor_loss
+from tests.adapters.nemo_rl_standin import CONFIG as NEMO_RL_DEFAULTS
 
 FOLDER = Path(__file__).parents[1] / "golden"
 NEMO_RL = json.loads((FOLDER / "nemo_rl.json").read_text())
@@ -28,38 +31,8 @@ def close(actual, expected, what):
 
 
 def nemo_rl_config(theirs: dict) -> ActorLossConfig:
-    clip = {"clip_low": theirs.get("ratio_clip_min", 0.2), "clip_high": theirs.get("ratio_clip_max", 0.2)}
-    surrogate = {"type": "ppo_clip", **clip, "dual_clip": theirs.get("ratio_clip_c")}
-    if theirs.get("use_cispo"):
-        surrogate = {"type": "cispo", **clip}
-    if theirs.get("disable_ppo_ratio"):
-        surrogate = {"type": "reinforce"}
-    if theirs.get("force_on_policy_ratio"):
-        surrogate = {"type": "on_policy"}
-    correction = None
-    if theirs.get("use_importance_sampling_correction"):
-        kind = theirs.get("truncated_importance_sampling_type")
-        names = {None: "full", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
-        correction = {"type": names[kind]}
-        if kind is not None:
-            correction["low"] = theirs.get("truncated_importance_sampling_ratio_min", 0.0)
-            correction["high"] = theirs["truncated_importance_sampling_ratio"]
-    coef = theirs.get("reference_policy_kl_penalty", 0.01)
-    kl = {
-        "coef": coef,
-        "type": theirs.get("reference_policy_kl_type", "k3"),
-        "on_policy": theirs.get("use_on_policy_kl_approximation", False),
-    }
-    return ActorLossConfig.from_dict(
-        {
-            "surrogate": surrogate,
-            "ratio_level": "sequence" if theirs.get("sequence_level_importance_ratios") else "token",
-            "aggregation": {"type": "token_mean" if theirs.get("token_level_loss", True) else "sequence_mean"},
-            "kl": kl if coef else None,
-            "correction": correction,
-            "positive_nll_coef": theirs.get("positive_example_nll_weight", 0.0),
-        }
-    )
+    """By the adapter's own mapping."""
+    return ActorLossConfig.from_dict(described_loss(SimpleNamespace(**(NEMO_RL_DEFAULTS | theirs))))
 
 
 @pytest.mark.parametrize("case", NEMO_RL, ids=lambda case: case["name"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts.planning import microbatch_shape, padded_row, plan_microbatches, round_up, spread
+from megatron_support.rollouts.planning import microbatch_shape, pack, padded_row, plan_microbatches, round_up, spread
 
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40).map(lambda x: torch.tensor(x))
 
@@ -76,11 +77,52 @@ def test_ranks_have_equally_many_microbatches(problem):
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 9))
 def test_bins_differ_by_one_item_at_most(sizes, bins):
     """Rounds hand the larger item to the emptier bin, so a difference never grows beyond the first round's largest."""
-    items = torch.tensor(sizes, dtype=torch.int64)
-    bin_of, loads = spread(items, bins)
-    assert loads.tolist() == [int(items[bin_of == b].sum()) for b in range(bins)]
-    assert int(loads.max() - loads.min()) <= max(sizes, default=0)
-    assert torch.bincount(bin_of, minlength=bins).max() - torch.bincount(bin_of, minlength=bins).min() <= 1
+    found = spread(sizes, bins)
+    assert len(found) == bins
+    assert sorted(item for members in found for item in members) == list(range(len(sizes)))
+    loads = [sum(sizes[item] for item in members) for members in found]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(0, 200))
+def test_packed_bins_hold_every_item_and_no_two_fit_into_one(sizes, more):
+    capacity = max(sizes, default=1) + more
+    found = pack(sizes, capacity)
+    assert sorted(item for members in found for item in members) == list(range(len(sizes)))
+    loads = sorted(sum(sizes[item] for item in members) for members in found)
+    assert all(0 < load <= capacity for load in loads)
+    assert len(loads) < 2 or loads[0] + loads[1] > capacity
+
+
+@given(st.data())
+def test_packing_is_within_its_bound_of_the_fewest_bins(data):
+    """Bins that are full are cut into pieces, so that the fewest bins are known: best-fit decreasing needs 11/9 + 4."""
+    capacity, bins = data.draw(st.integers(10, 100)), data.draw(st.integers(1, 12))
+    sizes = []
+    for _ in range(bins):
+        cuts = data.draw(st.sets(st.integers(1, capacity - 1), max_size=5))
+        edges = [0, *sorted(cuts), capacity]
+        sizes += [b - a for a, b in pairwise(edges)]
+    assert bins <= len(pack(sizes, capacity)) <= bins * 11 / 9 + 4
+
+
+@given(problems())
+def test_a_rank_has_no_more_microbatches_than_its_tokens_need(problem):
+    """Without fillers the fullest rank's packing decides, and any two of its bins are over the budget together."""
+    lengths, arguments = problem
+    plan = plan_microbatches(lengths, **{**arguments, "count_multiple": 1, "layout": "packed"})
+    sizes = round_up(lengths, arguments["sequence_multiple"])
+    capacity = arguments["max_tokens"] // arguments["total_multiple"] * arguments["total_multiple"]
+    most = max(int(sizes[torch.cat(rank)].sum()) for rank in plan)
+    assert len(plan[0]) <= max(1, 2 * most / capacity + 1)
+
+
+def test_one_long_sequence_does_not_thin_out_the_other_microbatches():
+    """A sequence fills a microbatch alone; the hundred short ones fit into another."""
+    lengths = torch.tensor([100] + [1] * 100)
+    plan = plan_microbatches(lengths, max_tokens=100, data_parallel_size=1, layout="packed")
+    assert [members.tolist() for members in plan[0]] == [[0], list(range(1, 101))]
 
 
 @given(problems())

@@ -9,7 +9,7 @@ import torch
 
 from megatron_support import RolloutSupport, SamplingParams, support_logprobs
 from megatron_support.errors import RolloutError
-from megatron_support.support import check_support, compare_supports
+from megatron_support.support import check_support, compare_supports, packed_names
 from tests.support_reference import reference
 
 
@@ -143,9 +143,31 @@ def test_comparing_with_no_filter_is_an_error():
         compare_supports(torch.zeros(1, 4), torch.tensor([0]), SamplingParams(), csr([[0]]))
 
 
-def test_a_fault_is_named_as_the_caller_names_its_tokens():
-    support, targets = csr([[5], [6], [7, 40], [8]]), torch.tensor([5, 6, 7, 8])
-    with pytest.raises(RolloutError, match=r"of sample 'b', token 9 .target 7.: a token id is outside"):
-        check_support(support, targets, 40, name=lambda token: f"sample 'b', token {token + 7}")
-    with pytest.raises(RolloutError, match=r"of token 2 .target 7.: a token id is outside"):
-        check_support(support, targets, 40)
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (csr([[5], [6], [7], [3, 9]]), "the sampled token is not in its own set"),
+        (RolloutSupport(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 2, 4, 3])), "offsets descend"),
+        (csr([[5], [6], [7], [8, 40]]), "a token id is outside the vocabulary of 40"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        (None, "token 3"),
+        (packed_names(torch.tensor([0, 1, 4])), "sample 1, token 2"),
+        (packed_names(torch.tensor([0, 3, 4]), ["a", "b"]), "sample 'b', token 0"),
+    ],
+)
+def test_a_fault_among_flat_tokens_is_named_by_its_place(name, place, support, message):
+    """By sample and token where the caller says where samples begin, else by the index of the flat token."""
+    with pytest.raises(RolloutError) as caught:
+        check_support(support, torch.tensor([5, 6, 7, 8]), 40, name=name)
+    assert str(caught.value).startswith(f"replayed support of {place} (target 8): {message}")
+
+
+def test_flat_targets_are_checked_where_they_are_used():
+    with pytest.raises(RolloutError, match=r"^replayed support of token 3 .target 8.: the sampled token"):
+        support_logprobs(
+            torch.zeros(4, 40), torch.tensor([5, 6, 7, 8]), SamplingParams(), support=csr([[5], [6], [7], [3]])
+        )

@@ -15,8 +15,8 @@ from megatron_support.megatron.weights.names import OUTPUT
 from megatron_support.megatron.weights.source import check_tensors
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class HuggingFaceSource:
@@ -66,14 +66,14 @@ class HuggingFaceSource:
         return files
 
     def _paths(self) -> list[Path]:
-        index = self._folder / _INDEX
+        index = self._folder / INDEX
         if not index.is_file():
-            if not (self._folder / _SINGLE).is_file() and list(self._folder.glob("*.bin")):
+            if not (self._folder / SINGLE).is_file() and list(self._folder.glob("*.bin")):
                 raise ConfigurationError(
                     f"{self._folder}: weights must be safetensors, found only .bin files; "
                     "load the model with transformers and save it with save_pretrained(folder, safe_serialization=True)"
                 )
-            return [self._folder / _SINGLE]
+            return [self._folder / SINGLE]
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigurationError(f"{index}: 'weight_map' must be a mapping, got {weight_map!r}; download it again")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megatron_support.config.recipe import Architecture
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.megatron.parallel import head_dim, query_groups
-from megatron_support.megatron.weights.names import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
+from megatron_support.megatron.weights.names import EMBEDDING, FINAL_NORM, OUTPUT, layer_name, tensor_shapes
 from megatron_support.megatron.weights.source import WeightSource
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -44,6 +45,35 @@ def fill_parameters(
             value = shards.parameter(global_name(chunk, name))
             assert value.shape == parameter.shape, f"{name}: made {tuple(value.shape)} for {tuple(parameter.shape)}"
             parameter.data.copy_(value)
+
+
+@torch.no_grad()
+def whole_tensors(
+    chunks: Sequence[nn.Module], *, architecture: Architecture, padded_vocab_size: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The other way round: the full tensors out of the parameters of a model that one rank holds alone.
+
+    The rules that fill parameters are run on numbered elements, which says where each element of a parameter came from.
+
+    Args:
+        chunks: GPTModel without wrappers, without tensor or pipeline parallelism.
+        architecture: the model's.
+        padded_vocab_size: rows of the embedding; those beyond the vocabulary are left out.
+
+    Yields:
+        Name and tensor, in the precision and on the device of the parameter; one parameter's at a time.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            numbers = _Numbers(tensor_shapes(architecture))
+            shards = _Shards(numbers, architecture, 1, 0, padded_vocab_size)
+            origins = shards.parameter(global_name(chunk, name)).flatten()
+            values = parameter.data.flatten()
+            whole = values.new_empty(numbers.count + 1)
+            whole[origins.to(values.device)] = values  # padding is number 0
+            for tensor_name, first in numbers.first.items():
+                shape = numbers.shapes[tensor_name]
+                yield tensor_name, whole[first : first + math.prod(shape)].view(shape).clone()
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
@@ -108,6 +138,25 @@ class _Shards:
     def gate_and_up(self, gate: Tensor, up: Tensor) -> Tensor:
         """Each rank has its slice of the gate above its slice of the up projection."""
         return torch.cat([self.slice(gate), self.slice(up)])
+
+
+@dataclass
+class _Numbers:
+    """A source whose tensors number their elements, from 1, in the order in which they are asked for."""
+
+    shapes: dict[str, tuple[int, ...]]
+    first: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+
+    @property
+    def origin(self) -> str:
+        return "numbers"
+
+    def tensor(self, name: str) -> Tensor:
+        size = math.prod(self.shapes[name])
+        self.first[name] = self.count + 1
+        self.count += size
+        return torch.arange(self.first[name], self.count + 1).view(self.shapes[name])
 
 
 _Read = Callable[[str], Tensor]

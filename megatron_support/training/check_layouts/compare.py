@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,16 +42,17 @@ class Row:
         return not self.problems
 
 
-def compare(
-    expected: Measurement, found: Measurement, response_mask: Tensor, *, layout: str, batch: str, loss_name: str
-) -> Row:
+def compare(row: Row, expected: Measurement, found: Measurement, response_mask: Tensor) -> Row:
     """Compare on rank 0.
 
     Args:
+        row: names the step.
         expected: of one process.
         found: of the layout.
         response_mask: bool ``[N]``, without tokens at the boundary of their support.
-        layout, batch, loss_name: for the table.
+
+    Returns:
+        The row with what was found.
     """
     assert expected.gradients is not None and found.gradients is not None
     gradient, worst = _gradient_difference(expected.gradients, found.gradients)
@@ -68,10 +69,8 @@ def compare(
     if differs:
         problems.append(f"support of {differs} tokens")
     problems += [f"metric {name}" for name in _differing_metrics(expected.metrics, found.metrics)]
-    return Row(
-        layout=layout,
-        batch=batch,
-        loss_name=loss_name,
+    return replace(
+        row,
         loss=found.loss,
         gradient_difference=gradient,
         logprob_difference=logprob,

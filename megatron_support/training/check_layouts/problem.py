@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_support.config.loss import ActorLossConfig
 from megatron_support.config.recipe import FileRollouts, MicrobatchConfig, Recipe
@@ -15,6 +17,8 @@ from megatron_support.training.check_layouts.layouts import Budgets
 _SEQUENCES = 16
 """Of a recipe's batch."""
 _SEED = 20
+_PARTS = 4
+"""Into which the small budget cuts the batch of one data-parallel rank, at most."""
 
 _MODEL = {
     "vocab_size": 100,
@@ -26,7 +30,7 @@ _MODEL = {
     "max_sequence_length": 64,
 }
 
-_LOSSES = {
+_LOSSES: Mapping[str, Mapping[str, Any]] = {
     "token": {
         "kl": {"coef": 0.05, "type": "k2"},
         "entropy_coef": 0.01,
@@ -51,7 +55,6 @@ class Problem:
     losses: Mapping[str, ActorLossConfig]
     reference: MicrobatchConfig
     """How the one process cuts the batch."""
-    budgets: Budgets
 
 
 def own_problem() -> Problem:
@@ -72,14 +75,13 @@ def own_problem() -> Problem:
         recipe=recipe,
         losses={name: ActorLossConfig.from_dict(loss) for name, loss in _LOSSES.items()},
         reference=MicrobatchConfig(max_tokens=whole),
-        budgets=Budgets(small=64, whole=whole),
     )
 
 
 def recipe_problem(recipe: Recipe) -> Problem:
     """A user's recipe with its own loss and layout.
 
-    Changed: float32 and local layers, no clipping, the whole batch as one minibatch, few sequences.
+    Changed: float32 and local layers, no clipping, the whole batch as one minibatch, few sequences, truncated before.
     """
     train = recipe.train.model_copy(update={"steps": 1, "minibatches": 1, "epochs": 1, "shuffle": False})
     rollouts = recipe.rollouts
@@ -96,13 +98,24 @@ def recipe_problem(recipe: Recipe) -> Problem:
             "train": train,
         }
     )
-    budget = train.microbatch.max_tokens
     return Problem(
         recipe=changed,
         losses={"recipe": recipe.loss},
-        reference=train.microbatch,
-        budgets=Budgets(small=budget, whole=budget),
+        reference=train.microbatch.model_copy(update={"truncate": False}),  # the batch is cut before
     )
+
+
+def budgets_of(problem: Problem, lengths: Tensor, world: int) -> Budgets:
+    """Token budgets that every layout of a world can keep: context parallelism pads each sequence.
+
+    Args:
+        problem: its own budget is the whole one.
+        lengths: of the batch's sequences.
+        world: number of ranks.
+    """
+    multiple = 2 * world
+    longest = -(-int(lengths.max()) // multiple) * multiple
+    return Budgets(small=max(longest, int(lengths.sum()) // _PARTS), whole=max(longest, problem.reference.max_tokens))
 
 
 def own_rollouts() -> RolloutBatch:

@@ -56,7 +56,8 @@ def print_report(report: Report, console: Console) -> None:
         console.width = _WIDTH
     console.print(
         f"{report.model}; {report.sequences} sequences, {report.response_tokens} response tokens, "
-        f"{report.excluded_tokens} of them excluded; {report.boundary_tokens} at the boundary of their support left out",
+        f"{report.excluded_tokens} of them excluded; "
+        f"{report.boundary_tokens} at the boundary of their support left out",
         highlight=False,
     )
     table = Table(box=None)

@@ -24,16 +24,18 @@ from megatron_support.config.recipe import Architecture, ParallelConfig, Recipe
 from megatron_support.distributed.errors import raise_together
 from megatron_support.errors import ConfigurationError, Fault, RolloutError
 from megatron_support.megatron.host import Host, running_alone, setup_host, start_distributed, stop_distributed
+from megatron_support.megatron.minibatch import truncate_rollouts
 from megatron_support.megatron.parallel import destroy_parallel, initialize_parallel, validate_layout
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.training.build import build_training
-from megatron_support.training.check_layouts.boundary import boundary_tokens
+from megatron_support.training.check_layouts.boundary import boundary_tokens, with_tokens_outside
 from megatron_support.training.check_layouts.compare import Row, compare
 from megatron_support.training.check_layouts.layouts import Case, Layout, cases_of, layouts_that_fit
 from megatron_support.training.check_layouts.measure import Bench, Measurement, build_bench
 from megatron_support.training.check_layouts.problem import (
     Problem,
+    budgets_of,
     own_problem,
     own_rollouts,
     recipe_problem,
@@ -45,6 +47,9 @@ from megatron_support.training.checks import CheckedRecipe, check_recipe
 BOUNDARY_TOLERANCE = 1e-4
 """How far logits and probabilities of two layouts may be apart, generously."""
 
+_OUTSIDE_EVERY = 4
+"""One sequence in so many of a recipe's batch ends with a token outside the support."""
+
 _EXPECTED = (ConfigurationError, RolloutError, Fault)
 
 
@@ -55,6 +60,8 @@ class Request:
     recipe: Recipe | None = None
     """None for the built-in model."""
     full: bool = False
+    own_layout: bool = False
+    """The recipe's layout alone."""
     json_path: str | None = None
 
 
@@ -129,7 +136,7 @@ def check_forked(request: Request, world: int) -> int:
     answers = mp.get_context("fork").Array("i", world)
     with tempfile.TemporaryDirectory(prefix="megatron-support-check-") as folder:
         mp.start_processes(_forked_rank, args=(world, folder, request, answers), nprocs=world, start_method="fork")
-    return max(answers)
+    return max(answers[rank] for rank in range(world))
 
 
 def _forked_rank(rank: int, world: int, folder: str, request: Request, answers: Any) -> None:
@@ -169,13 +176,16 @@ def _one_process(problem: Problem, request: Request, host: Host, world: int) -> 
     with running_alone(host):
         groups = initialize_parallel(alone.parallel)
         bench = build_bench(problem, architecture, rollouts, alone, groups)
+        model = bench.training.model
         boundary = torch.zeros_like(rollouts.response_mask)
         if problem.recipe.logprobs.support == "recompute":
-            boundary = boundary_tokens(bench.training.model, rollouts, problem.reference, groups, BOUNDARY_TOLERANCE)
+            if request.recipe is not None:
+                rollouts = with_tokens_outside(model, rollouts, problem.reference, groups, every=_OUTSIDE_EVERY)
+            boundary = boundary_tokens(model, rollouts, problem.reference, groups, BOUNDARY_TOLERANCE)
         pruned = rollouts.with_columns(response_mask=rollouts.response_mask & ~boundary)
         bench = replace(bench, rollouts=pruned)
         expected = {name: bench.measure(Case(loss=name, microbatch=problem.reference)) for name in problem.losses}
-    del bench
+    del bench, model
     gc.collect()
     shared = _Shared(architecture=architecture, rollouts=pruned, boundary=int(boundary.sum()))
     return shared, expected
@@ -188,21 +198,31 @@ def _recipe_rollouts(problem: Problem, host: Host) -> tuple[Architecture, Rollou
     with running_alone(host):
         groups = initialize_parallel(recipe.parallel)
         rollouts = build_training(checked, groups, lambda name, done, total: None).source.rollouts(0)
+    rollouts, _ = truncate_rollouts(rollouts, recipe.train.microbatch, total_multiple=1)
     return checked.architecture, with_drawn_rewards(rollouts)
 
 
 def _works(problem: Problem, request: Request, shared: _Shared, world: int) -> list[tuple[Layout, list[Case]]]:
-    """Layouts with their steps: all that fit, or the recipe's own."""
+    """Layouts with their steps: all that fit, after a recipe's own."""
     losses = tuple(problem.losses)
-    if request.recipe is not None and not request.full:
+    works: list[tuple[Layout, list[Case]]] = []
+    if request.recipe is not None:
         own = Layout(parallel=request.recipe.parallel, distributed_optimizer=request.recipe.optimizer.distributed)
-        return [(own, [Case(loss=name, microbatch=problem.reference) for name in losses])]
+        works = [(own, [Case(loss=name, microbatch=problem.reference) for name in losses])]
+        if request.own_layout:
+            return works
     layouts = layouts_that_fit(
         world, lambda parallel: validate_layout(shared.architecture, parallel, world), full=request.full
     )
-    return [
-        (layout, cases_of(index, losses, problem.budgets, full=request.full)) for index, layout in enumerate(layouts)
-    ]
+    budgets = budgets_of(problem, shared.rollouts.lengths, world)
+    for index, layout in enumerate(layouts):
+        cases = cases_of(index, losses, budgets, full=request.full)
+        if request.recipe is not None and not request.full:
+            cases = cases[:1]
+        if works and layout == works[0][0]:
+            cases = [case for case in cases if case not in works[0][1]]
+        works.append((layout, cases))
+    return [(layout, cases) for layout, cases in works if cases]
 
 
 def _run_layout(
@@ -218,17 +238,17 @@ def _run_layout(
     bench: Bench | None = None
     rows = []
     for case in cases:
-        names = {"layout": layout.describe(world), "batch": case.describe(), "loss_name": case.loss}
+        row = Row(layout=layout.describe(world), batch=case.describe(), loss_name=case.loss)
         began = time.perf_counter()
         try:
             bench = bench or build_bench(problem, shared.architecture, shared.rollouts, layout, groups)
             found = bench.measure(case)
         except _EXPECTED as error:
-            failed = Row(seconds=time.perf_counter() - began, problems=(str(error),), **names)
+            failed = replace(row, seconds=time.perf_counter() - began, problems=(str(error),))
             rows += [failed] if groups.is_main else []
             continue
         if groups.is_main:
-            rows.append(compare(expected[case.loss], found, shared.rollouts.response_mask, **names))
+            rows.append(compare(row, expected[case.loss], found, shared.rollouts.response_mask))
     del bench
     destroy_parallel()
     gc.collect()
@@ -245,9 +265,10 @@ def _report(shared: _Shared, expected: dict[str, Measurement], rows: list[Row], 
     architecture = shared.architecture
     kind = "GPU" if host.uses_gpu else "CPU"
     first = next(iter(expected.values()))
+    ranks = f"{world} {kind} rank{'s' if world > 1 else ''}"
     return Report(
         world=world,
-        model=f"{world} {kind} rank{'s' if world > 1 else ''}, {architecture.num_layers} layers of {architecture.hidden_size}, float32",
+        model=f"{ranks}, {architecture.num_layers} layers of {architecture.hidden_size}, float32",
         sequences=shared.rollouts.num_sequences,
         response_tokens=int(shared.rollouts.response_mask.sum()),
         excluded_tokens=int(first.metrics.get("policy_support_excluded_tokens", 0)),

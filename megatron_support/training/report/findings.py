@@ -46,7 +46,7 @@ def find_odd(rollouts: RolloutBatch | None, errors: Sequence[RolloutError]) -> l
         findings.append(
             Finding(
                 level="warning",
-                text=f"{name} is unknown: the program that wrote the rollouts had lost it, what stands there is no fact",
+                text=f"{name} is unknown: the program that wrote the rollouts had lost it",
                 count=rollouts.num_sequences,
                 examples=rollouts.sample_ids[:EXAMPLES],
             )

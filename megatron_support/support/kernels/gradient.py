@@ -1,7 +1,7 @@
-"""Triton kernels over rows of logits: sums of exponentials, and the gradient.
+"""The gradient of the logits, in one read and one write; or in a write alone, where the kept logits are listed.
 
-Both recompute the scaled logit exactly as plain torch does, by an IEEE division in float32, so that comparisons with a
-threshold that torch found agree to the last bit. No atomics: equal inputs give equal results.
+The scaled logit is recomputed exactly as plain torch does, so that comparisons with the threshold agree to the last
+bit. No atomics: equal inputs give equal results.
 """
 
 from __future__ import annotations
@@ -11,52 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_SPLITS = 8
-"""Programs that share a row in the forward pass, each with sums of its own."""
+from megatron_support.support.kernels import launch
+from megatron_support.support.kernels.common import DEPTH, LOG2_E, load_scaled
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_DEPTH = tl.constexpr(-104.0)
-"""exp of this is 0 in float32; bounds the distance to the maximum, so that 0 * distance is 0 at -inf."""
-
-
-@triton.jit
-def _sums_kernel(
-    logits,
-    index,
-    temperature,
-    maximum,
-    sums,
-    columns,
-    row_stride,
-    per_split,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    entry = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    row = tl.load(index + entry)
-    top = tl.load(maximum + entry)
-    mass = tl.zeros((BLOCK,), dtype=tl.float64)
-    moment = tl.zeros((BLOCK,), dtype=tl.float64)
-    first = split * per_split
-    last = tl.minimum(first + per_split, columns)
-    for start in range(first, last, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + column, mask=column < last, other=-float("inf")).to(tl.float32)
-        if SCALED:
-            x = tl.div_rn(x, tl.load(temperature + entry))
-        distance = x - top
-        share = tl.exp2(distance * _LOG2_E)
-        mass += share.to(tl.float64)
-        if ENTROPY:
-            bounded = tl.where(distance < _DEPTH, _DEPTH, distance)
-            moment += (share * bounded).to(tl.float64)
-    tl.store(sums + (entry * SPLITS + split) * 2, tl.sum(mass, 0))
-    if ENTROPY:
-        tl.store(sums + (entry * SPLITS + split) * 2 + 1, tl.sum(moment, 0))
+BLOCK = 2048
+"""Columns per program."""
 
 
 @triton.jit
@@ -91,15 +50,13 @@ def _gradient_kernel(
     row = tl.load(index + entry)
     gradient = tl.zeros((BLOCK,), dtype=tl.float32)
     if tl.load(wanted + entry) != 0:  # a row without an upstream gradient is not read: it may hold NaN
-        x = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-        if SCALED:
-            x = tl.div_rn(x, tl.load(temperature + entry))
+        x = load_scaled(logits, row * row_stride + column, inside, temperature, entry, SCALED)
         distance = x - tl.load(maximum + entry)
         factor = tl.zeros((BLOCK,), dtype=tl.float32)
         if ALL:
             factor += tl.load(all_weight + entry)
         if ENTROPY:
-            bounded = tl.where(distance < _DEPTH, _DEPTH, distance)
+            bounded = tl.where(distance < DEPTH, DEPTH, distance)
             factor += (bounded + tl.load(entropy_offset + entry)) * tl.load(entropy_weight + entry)
         if KEPT:
             bar = tl.load(threshold + entry)
@@ -107,41 +64,44 @@ def _gradient_kernel(
             if TIES:
                 kept = kept & ((x > bar) | (column <= tl.load(last_tie + entry)))
             factor += tl.where(kept, tl.load(kept_weight + entry), 0.0)
-        gradient = tl.exp2(distance * _LOG2_E) * factor
+        gradient = tl.exp2(distance * LOG2_E) * factor
         gradient += tl.where(column == tl.load(target_column + entry), tl.load(target_weight + entry), 0.0)
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-def row_sums(
-    logits: Tensor, index: Tensor, temperature: Tensor | None, maximum: Tensor, *, entropy: bool, block: int = _BLOCK
-) -> Tensor:
-    """float64 ``[A, 1]``, the sum of e = exp(x - maximum); with entropy ``[A, 2]``, also of ``e (x - maximum)``.
-
-    Args:
-        logits: ``[T, W]`` with unit stride along W.
-        index: int64 ``[A]``, rows to work on.
-        temperature: float32 ``[A]``; None for 1.
-        maximum: float32 ``[A]``.
-        block: columns per step.
-    """
-    count, columns = index.numel(), logits.shape[1]
-    sums = torch.zeros(count, _SPLITS, 2, dtype=torch.float64, device=logits.device)
-    per_split = triton.cdiv(triton.cdiv(columns, _SPLITS), block) * block
-    _sums_kernel[(count, _SPLITS)](
-        logits,
-        index,
-        maximum if temperature is None else temperature,
-        maximum,
-        sums,
-        columns,
-        logits.stride(0),
-        per_split,
-        SCALED=temperature is not None,
-        ENTROPY=entropy,
-        SPLITS=_SPLITS,
-        BLOCK=block,
-    )
-    return sums.sum(1)[:, : 2 if entropy else 1]
+@triton.jit
+def _scatter_kernel(
+    out,
+    index,
+    maximum,
+    threshold,
+    last_tie,
+    kept_weight,
+    target_column,
+    target_weight,
+    wanted,
+    values,
+    places,
+    out_stride,
+    value_stride,
+    place_stride,
+    count,
+    TIES: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    if tl.load(wanted + entry) != 0:
+        slot = tl.arange(0, ROOM)
+        x = tl.load(values + entry * value_stride + slot, mask=slot < count, other=-float("inf"))
+        column = tl.load(places + entry * place_stride + slot, mask=slot < count, other=0)
+        bar = tl.load(threshold + entry)
+        kept = (slot < count) & (x > -float("inf")) & (x >= bar)
+        if TIES:
+            kept = kept & ((x > bar) | (column <= tl.load(last_tie + entry)))
+        gradient = tl.exp2((x - tl.load(maximum + entry)) * LOG2_E) * tl.load(kept_weight + entry)
+        gradient += tl.where(column == tl.load(target_column + entry), tl.load(target_weight + entry), 0.0)
+        row = tl.load(index + entry)
+        tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=kept)
 
 
 def row_gradient(
@@ -160,7 +120,7 @@ def row_gradient(
     target_column: Tensor,
     target_weight: Tensor,
     wanted: Tensor,
-    block: int = _BLOCK,
+    block: int | None = None,
 ) -> None:
     """Write rows ``index`` of the gradient to ``out [T, W]``, which may be the logits themselves.
 
@@ -174,8 +134,12 @@ def row_gradient(
         target_column: int64 ``[A]``; of no column where the target lies elsewhere.
         wanted: bool ``[A]``; false writes zeros without reading the row.
     """
-    columns = logits.shape[1]
-    _gradient_kernel[(index.numel(), triton.cdiv(columns, block))](
+    columns, device = logits.shape[1], logits.device
+    block = block or BLOCK
+    launch(
+        _gradient_kernel,
+        (index.numel(), triton.cdiv(columns, block)),
+        device,
         logits,
         out,
         index,
@@ -199,4 +163,49 @@ def row_gradient(
         ALL=everywhere is not None,
         ENTROPY=entropy is not None,
         BLOCK=block,
+    )
+
+
+def listed_gradient(
+    out: Tensor,
+    index: Tensor,
+    maximum: Tensor,
+    threshold: Tensor,
+    last_tie: Tensor | None,
+    *,
+    kept: Tensor,
+    target_column: Tensor,
+    target_weight: Tensor,
+    wanted: Tensor,
+    values: Tensor,
+    places: Tensor,
+) -> None:
+    """Write the kept logits' gradients to rows ``index`` of ``out [T, W]``, where ``wanted [A]`` is true.
+
+    Args:
+        values: float32 ``[A, K]``, scaled logits, among them all that the row keeps.
+        places: int64 ``[A, K]``, their columns; none occurs twice among finite logits of a row.
+        last_tie, kept, target_column, target_weight: as for :func:`row_gradient`.
+    """
+    launch(
+        _scatter_kernel,
+        (index.numel(),),
+        out.device,
+        out,
+        index,
+        maximum,
+        threshold,
+        target_column if last_tie is None else last_tie,
+        kept,
+        target_column,
+        target_weight,
+        wanted.to(torch.int8),
+        values,
+        places,
+        out.stride(0),
+        values.stride(0),
+        places.stride(0),
+        values.shape[1],
+        TIES=last_tie is not None,
+        ROOM=triton.next_power_of_2(values.shape[1]),
     )

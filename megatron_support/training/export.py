@@ -1,0 +1,80 @@
+"""A checkpoint of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import yaml
+
+from megatron_support.config.recipe import MegatronWeights, ModelConfig, ParallelConfig, Recipe
+from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.checkpoint import read_saved_model
+from megatron_support.megatron.host import running_host
+from megatron_support.megatron.model import build_model
+from megatron_support.megatron.parallel import initialize_parallel
+from megatron_support.megatron.weights.export import export_huggingface
+from megatron_support.training.folder import CHECKPOINT, RECIPE
+from megatron_support.training.resume import is_checkpoint, newest_checkpoint
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
+
+
+def export_checkpoint(path: str | Path, out: str | Path) -> Path:
+    """Gather the weights of a checkpoint, whatever layout wrote it, on this process alone, and write them.
+
+    Where the run began with a Hugging Face folder, its tokenizer goes along.
+
+    Args:
+        path: a checkpoint folder, or a run folder: then its newest checkpoint, or its final weights.
+        out: the folder to write.
+
+    Returns:
+        The checkpoint that was taken.
+
+    Raises:
+        ConfigurationError: there is no checkpoint, it cannot be exported, or ``out`` cannot be written.
+    """
+    checkpoint = find_checkpoint(Path(path).expanduser())
+    folder = Path(out).expanduser()
+    with running_host("cpu"):
+        layout = ParallelConfig()
+        groups = initialize_parallel(layout)
+        architecture, dtype = read_saved_model(checkpoint)
+        config = ModelConfig(
+            architecture=architecture,
+            weights=MegatronWeights(type="megatron", path=str(checkpoint)),
+            dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        )
+        export_huggingface(build_model(config, layout, groups, seed=0), folder)
+    _copy_tokenizer(checkpoint, folder)
+    return checkpoint
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = path if is_checkpoint(path) else newest_checkpoint(path)
+    if found is None and is_checkpoint(path / CHECKPOINT):
+        found = path / CHECKPOINT
+    if found is None:
+        raise ConfigurationError(
+            f"{path}: must be a checkpoint, or a run folder with one; train with checkpoint.every or train.save_final"
+        )
+    return found
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    run = next((parent for parent in checkpoint.parents if (parent / RECIPE).is_file()), None)
+    if run is None:
+        return
+    weights = Recipe.from_dict(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))).model.weights
+    if weights.type != "huggingface":
+        return
+    for pattern in _TOKENIZER_FILES:
+        for file in Path(weights.path).glob(pattern):
+            shutil.copy(file, folder / file.name)
