@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row, short
+from megatron_support.rollouts.fields import at_place, short
+from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, check_row
 from megatron_support.types import RolloutSupport
 
 
