@@ -100,7 +100,7 @@ class MegatronWeights(StrictModel):
 
 
 class HuggingFaceWeights(StrictModel):
-    """A folder with config.json and safetensors of a dense Llama, Qwen2 or Qwen3 model."""
+    """A folder with config.json and safetensors of a Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
 
     type: Literal["huggingface"]
     path: str
@@ -353,8 +353,8 @@ class CheckpointConfig(StrictModel):
     resume: str = "auto"
     """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
     did not end (``parallel``, ``device``, ``logging``, ``checkpoint`` and ``may_read`` may differ); never: start anew;
-    else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from which a new run
-    goes on."""
+    else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from
+    which a new run goes on."""
 
 
 class LogprobConfig(StrictModel):
@@ -467,7 +467,8 @@ class Recipe(StrictModel):
     seed: NonNegativeInt = 1234
     may_read: list[str] | None = None
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
-    ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line need none."""
+    ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line
+    need none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_minutes: PositiveFloat = 30.0
     """Longest wait of a rank for the others in one collective. A rank that fails ends the others in seconds whatever it

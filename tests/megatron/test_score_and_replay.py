@@ -193,7 +193,9 @@ def test_compare_prints_both_and_the_difference(scored, tmp_path):
     assert float(b) < float(a) and float(difference) == pytest.approx(float(b) - float(a), rel=1e-3)
     assert "=" in next(line for line in printed.splitlines() if "excluded_by_previous" in line)
     recipe = tmp_path / "other.yaml"
-    recipe.write_text(yaml.safe_dump({"defaults": [str(QUICKSTART)], "loss": {"kl": None}}))
+    recipe.write_text(
+        yaml.safe_dump({"defaults": [str(QUICKSTART)], "may_read": [str(QUICKSTART.parent)], "loss": {"kl": None}})
+    )
     printed = run(1, tmp_path, *base, "--compare", recipe)
     assert f"B: {recipe}" in printed
 

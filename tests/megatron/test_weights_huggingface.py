@@ -28,6 +28,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,  # large, so that attention and norms matter
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -45,11 +46,13 @@ def _config(kind):
         return transformers.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)
     if kind == "qwen2_untied":
         return transformers.Qwen2Config(**SIZES, tie_word_embeddings=False)
+    if kind == "qwen3_moe_untied":
+        return transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False, head_dim=16)
     assert kind == "qwen3_tied"
     return transformers.Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=16)
 
 
-KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2_untied", "qwen3_tied")
+KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2_untied", "qwen3_tied", "qwen3_moe_untied")
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +83,18 @@ def _load(rank, world, folder, parallel):
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one", "tp2", "pp2"])
 def test_logits_are_hugging_faces(saved, kind, layout):
     folder, expected = saved[kind]
+    if kind.startswith("qwen3_moe") and "tensor" in layout:
+        layout = layout | {"sequence": True, "expert": 2}
     parallel = ParallelConfig(**layout)
     logits = last_stage(run_ranks(parallel.tensor * parallel.pipeline, _load, folder, parallel))
     assert expected.abs().mean() > 0.5
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
+def test_a_layer_without_experts_among_layers_with_them_is_refused(saved, tmp_path, change):
+    with pytest.raises(ConfigurationError, match="every layer must have experts"):
+        HuggingFaceSource(_copy(saved["qwen3_moe_untied"][0], tmp_path, **change))
 
 
 def test_rope_scaling_changes_the_logits(saved, tmp_path):
@@ -109,6 +120,11 @@ def test_architecture_is_read_from_both_forms_of_the_config(saved, tmp_path):
     qwen3 = read_architecture(weights(saved["qwen3_tied"][0]))
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.tie_embeddings) == (16, True, False, True)
     assert read_architecture(weights(saved["qwen2_untied"][0])).qkv_bias
+    folder, _ = saved["qwen3_moe_untied"]
+    experts = read_architecture(weights(folder)).moe
+    assert (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalize_top_k) == (4, 2, 24, True)
+    first = _copy(folder, tmp_path / "first", num_local_experts=None, num_experts=4)  # as the model was published
+    assert read_architecture(weights(first)).moe == experts
 
 
 def _copy(folder, target, **changes):
@@ -122,7 +138,7 @@ def _copy(folder, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, r"model_type must be one of llama, qwen2, qwen3, got 'mixtral'"),
+        ({"model_type": "mixtral"}, r"model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mixtral'"),
         ({"hidden_act": "gelu"}, r"hidden_act must be silu, got 'gelu'"),
         ({"attention_bias": True}, r"attention_bias must be false"),
         ({"quantization_config": {"bits": 4}}, r"must not be quantised"),

@@ -67,6 +67,9 @@ ESSENCE = {
     "replay": lambda r: r.logprobs.support == "replay",
     "smollm2_sampler": lambda r: r.rollouts.type == "sampler" and r.model.weights.type == "gguf",
     "dense_8b": lambda r: (r.parallel.tensor, r.parallel.pipeline, r.parallel.context) == (4, 2, 2),
+    "moe_30b_a3b": lambda r: (
+        (r.parallel.tensor, r.parallel.pipeline, r.parallel.context, r.parallel.expert) == (2, 2, 2, 8)
+    ),
 }
 
 

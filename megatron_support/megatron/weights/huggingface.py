@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_support.config.recipe import Architecture
+from megatron_support.config.recipe import Architecture, MixtureOfExperts
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.weights.names import OUTPUT
 from megatron_support.megatron.weights.source import check_tensors
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_QWEN3 = ("qwen3", "qwen3_moe")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -26,7 +27,7 @@ class HuggingFaceSource:
         path: the folder.
 
     Raises:
-        ConfigurationError: the folder is not that of a dense Llama, Qwen2 or Qwen3 model, or is incomplete.
+        ConfigurationError: the folder is not that of a Llama, Qwen2, Qwen3 or Qwen3-MoE model, or is incomplete.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,14 +106,26 @@ def read_huggingface_architecture(path: str | Path) -> Architecture:
         num_attention_heads=heads,
         ffn_hidden_size=_required(config, "intermediate_size", file),
         num_query_groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else None),  # Qwen3Config's own default
+        head_dim=config.get("head_dim") or (128 if kind in _QWEN3 else None),  # their configs' own default
         max_sequence_length=config.get("max_position_embeddings", 2048),
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         rope_base=float(rope.get("rope_theta", 10000.0)),
         rope_scaling=rope if rope.get("rope_type") == "llama3" else None,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in _QWEN3,
+        moe=_experts(config, file) if kind == "qwen3_moe" else None,
+    )
+
+
+def _experts(config: Mapping[str, Any], file: Path) -> MixtureOfExperts:
+    """Without auxiliary losses, which a config.json has for pretraining."""
+    return MixtureOfExperts(
+        # transformers 5 writes the other name
+        num_experts=_required(config, "num_local_experts" if "num_local_experts" in config else "num_experts", file),
+        top_k=_required(config, "num_experts_per_tok", file),
+        ffn_hidden_size=_required(config, "moe_intermediate_size", file),
+        normalize_top_k=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -135,6 +148,10 @@ def _refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
         (bool(config.get("mlp_bias")), "mlp_bias must be false, got true"),
         (kind != "qwen2" and bool(config.get("attention_bias")), "attention_bias must be false, got true"),
         (bool(config.get("use_sliding_window")), "use_sliding_window must be false, got true"),
+        (
+            kind == "qwen3_moe" and (config.get("decoder_sparse_step", 1) != 1 or bool(config.get("mlp_only_layers"))),
+            "every layer must have experts, got decoder_sparse_step or mlp_only_layers",
+        ),
         ("quantization_config" in config, "weights must not be quantised, got a quantization_config"),
         (
             rope["rope_type"] not in ("default", "llama3"),
@@ -143,7 +160,7 @@ def _refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
     )
     for broken, rule in refused:
         if broken:
-            raise ConfigurationError(f"{file}: {rule}; use a dense Llama, Qwen2 or Qwen3 model without it")
+            raise ConfigurationError(f"{file}: {rule}; use a Llama, Qwen2, Qwen3 or Qwen3-MoE model without it")
 
 
 def _required(config: Mapping[str, Any], name: str, file: Path) -> int:
