@@ -43,6 +43,8 @@ def check_allowed(path: Path, folders: Collection[Path], *, field: str, source: 
 def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
     """The same recipe with absolute paths of rollout files and weights, every one of them allowed.
 
+    ``may_read`` names them too, so that the recipe can be written into a run folder and read from there.
+
     Args:
         recipe: as validated.
         source: its file; relative paths begin at its folder.
@@ -53,11 +55,13 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
     """
     folder = source.resolve().parent
     folders = allowed_folders(source, recipe.may_read or ())
+    read = {str(absolute(path, folder)) for path in recipe.may_read or ()}
 
-    def at(path: str, field: str) -> str:
-        result = absolute(path, folder)
+    def at(path: str, field: str, start: Path = folder) -> str:
+        result = absolute(path, start)
         if not any(_covers(own, field) or _covers(field, own) for own in given):
             check_allowed(result, folders, field=field, source=source)
+        read.add(str(result))
         return str(result)
 
     def weights(value: Weights, field: str) -> Weights:
@@ -75,6 +79,9 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
     if recipe.rollouts.type == "files":
         paths = [at(path, f"rollouts.paths.{number}") for number, path in enumerate(recipe.rollouts.paths)]
         updates["rollouts"] = recipe.rollouts.model_copy(update={"paths": paths})
+    if recipe.checkpoint.resume not in ("auto", "never"):
+        at(recipe.checkpoint.resume, "checkpoint.resume", Path.cwd())  # as run folders are: from the working directory
+    updates["may_read"] = sorted(read) or None
     return recipe.model_copy(update=updates)
 
 

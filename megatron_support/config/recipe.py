@@ -352,9 +352,9 @@ class CheckpointConfig(StrictModel):
     trains on and says so after each checkpoint that was lost."""
     resume: str = "auto"
     """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
-    did not end (``parallel``, ``device``, ``logging`` and ``checkpoint`` may differ); never: start anew; else a path:
-    of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from which a new run
-    goes on."""
+    did not end (``parallel``, ``device``, ``logging``, ``checkpoint`` and ``may_read`` may differ); never: start anew;
+    else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from
+    which a new run goes on."""
 
 
 class LogprobConfig(StrictModel):
@@ -466,8 +466,9 @@ class Recipe(StrictModel):
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
     may_read: list[str] | None = None
-    """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights and
-    ``defaults`` may lie in; relative to the recipe's folder. Paths given on the command line need none."""
+    """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
+    ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line
+    need none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_minutes: PositiveFloat = 30.0
     """Longest wait of a rank for the others in one collective. A rank that fails ends the others in seconds whatever it

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import PER_TOKEN, RolloutBatch, shortest_decimal
 from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
-from megatron_support.rollouts.rows import OPTIONAL_TOKEN_COLUMNS, Row, at_place, check_row, short
+from megatron_support.rollouts.rows import Row
+from megatron_support.rollouts.validation import (
+    batch_of_rows,
+    check_columns,
+    checked_rows,
+    join_rows,
+    offsets_of,
+    with_equal_columns,
+)
 from megatron_support.types import RolloutSupport
 
 
@@ -44,36 +49,6 @@ def read_rollouts(path: str | Path, *, vocab_size: int | None = None, keep_fault
     return batch_of_rows(path, places, vocab_size=vocab_size, keep_faults=keep_faults)
 
 
-def batch_of_rows(
-    path: Path,
-    places: Iterator[tuple[str, Any]],
-    *,
-    vocab_size: int | None = None,
-    keep_faults: bool = False,
-    names: Mapping[str, str] | None = None,
-) -> RolloutBatch:
-    """Check rows one by one, and put them end to end.
-
-    Args:
-        path: the file, for messages about all of it.
-        places: (place, fields) of each row, or (place, what is wrong with it).
-        vocab_size, keep_faults: as for :func:`read_rollouts`.
-        names: the file's own names of our fields, for messages.
-
-    Raises:
-        RolloutError: as :func:`read_rollouts`.
-    """
-    rows = []
-    for row in _checked_rows(places, vocab_size=vocab_size, keep_faults=keep_faults, names=names):
-        if isinstance(row, RolloutError):
-            raise row
-        rows.append(row)
-    if not rows:
-        raise RolloutError(f"{path}: no rollouts in it; write one row for each sampled response")
-    _check_columns(path, rows)
-    return _batch(rows)
-
-
 def read_sound_rollouts(
     path: str | Path, *, vocab_size: int | None = None
 ) -> tuple[RolloutBatch | None, tuple[RolloutError, ...]]:
@@ -92,7 +67,7 @@ def read_sound_rollouts(
     path = Path(path)
     rows: list[Row] = []
     errors: list[RolloutError] = []
-    checked = _checked_rows(_reader(path)(path), vocab_size=vocab_size)
+    checked = checked_rows(_reader(path)(path), vocab_size=vocab_size)
     try:
         for row in checked:
             if isinstance(row, RolloutError):
@@ -100,13 +75,13 @@ def read_sound_rollouts(
             else:
                 rows.append(row)
         if rows:
-            _check_columns(path, rows)
+            check_columns(rows)
     except RolloutError as error:
         if not rows and not errors:  # nothing of it could be read
             raise
         errors.append(error)
-        rows = _with_equal_columns(rows)
-    return (_batch(rows) if rows else None), tuple(errors)
+        rows = with_equal_columns(rows)
+    return (join_rows(rows) if rows else None), tuple(errors)
 
 
 def check_ending(path: Path) -> None:
@@ -125,55 +100,6 @@ def check_ending(path: Path) -> None:
 def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
     check_ending(path)
     return _READERS[path.suffix]
-
-
-def _checked_rows(
-    places: Iterator[tuple[str, Any]],
-    *,
-    vocab_size: int | None,
-    keep_faults: bool = False,
-    names: Mapping[str, str] | None = None,
-) -> Iterator[Row | RolloutError]:
-    """Each row, or what is wrong with it."""
-    seen: dict[str, str] = {}
-    for place, data in places:
-        if isinstance(data, RolloutError):
-            yield data
-            continue
-        try:
-            row = at_place(place, partial(check_row, data, vocab_size=vocab_size, keep_faults=keep_faults), names)
-        except RolloutError as error:
-            yield RolloutError(f"{error}{_named(data)}")
-            continue
-        if row.id in seen:
-            yield RolloutError(f"{place}: id: must be unique, got {row.id!r} as in {seen[row.id]}; rename one")
-            continue
-        seen[row.id] = place
-        yield row
-
-
-def _named(data: Any) -> str:
-    """The sample, behind a message that says the place."""
-    name = data.get("id") if isinstance(data, Mapping) else None
-    return f" (sample {short(name)})" if isinstance(name, str | int) and not isinstance(name, bool) else ""
-
-
-def _with_equal_columns(rows: list[Row]) -> list[Row]:
-    """The rows with the optional fields that all of them have."""
-    if not rows:
-        return rows
-    common = set.intersection(*(set(row.columns) for row in rows))
-    components = len({len(row.reward_components or ()) for row in rows}) == 1
-    supported = all(row.support is not None for row in rows)
-    return [
-        replace(
-            row,
-            columns={name: values for name, values in row.columns.items() if name in common},
-            reward_components=row.reward_components if components else None,
-            support=row.support if supported else None,
-        )
-        for row in rows
-    ]
 
 
 def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
@@ -226,85 +152,19 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 def _join(name: str, values: list[Any]) -> Any:
     if name == "cu_seqlens":
-        return _offsets([length for value in values for length in value.diff().tolist()])
+        return offsets_of([length for value in values for length in value.diff().tolist()])
     if name == "group_ids":
         shifts = torch.tensor([0, *(int(value.max()) + 1 for value in values[:-1])]).cumsum(0)
         return torch.cat([value + shift for value, shift in zip(values, shifts, strict=True)])
     if name == "support":
         sizes = [size for value in values for size in value.offsets.diff().tolist()]
-        return RolloutSupport(torch.cat([value.token_ids for value in values]), _offsets(sizes))
+        return RolloutSupport(torch.cat([value.token_ids for value in values]), offsets_of(sizes))
     if isinstance(values[0], tuple):
         return tuple(entry for value in values for entry in value)
     return torch.cat(values)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": json_rows, ".parquet": parquet_rows}
-
-
-def _check_columns(path: Path, rows: list[Row]) -> None:
-    """Optional columns are in every row or in none."""
-    for name in OPTIONAL_TOKEN_COLUMNS:
-        without = [row.id for row in rows if name not in row.columns]
-        if without and len(without) < len(rows):
-            raise RolloutError(f"{path}: {name}: must be in every row or in none, missing in {without[0]!r}; add it")
-    components = {len(row.reward_components or ()): row.id for row in rows}
-    if len(components) > 1:
-        raise RolloutError(
-            f"{path}: reward_components: must have the same number of entries in every row, got "
-            f"{', '.join(f'{n} in {name!r}' for n, name in sorted(components.items()))}; correct them"
-        )
-    # without a kept set of its own, a row cannot be replayed beside rows that can
-    bare = [row.id for row in rows if row.support is None]
-    if bare and len(bare) < len(rows):
-        raise RolloutError(f"{path}: support: must be in every row or null in all, null in {bare[0]!r}; split the file")
-
-
-def _batch(rows: list[Row]) -> RolloutBatch:
-    groups = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt_id for row in rows))}
-
-    def tokens(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([entry for row in rows for entry in getattr(row, name)], dtype=dtype)
-
-    def sequences(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(row, name) for row in rows], dtype=dtype)
-
-    columns = {
-        name: torch.tensor([entry for row in rows for entry in row.columns[name]], dtype=torch.float32)
-        for name in rows[0].columns
-    }
-    return RolloutBatch(
-        tokens=tokens("tokens", torch.int64),
-        cu_seqlens=_offsets([len(row.tokens) for row in rows]),
-        response_mask=tokens("response_mask", torch.bool),
-        generation_logprobs=tokens("generation_logprobs", torch.float32),
-        rewards=sequences("reward", torch.float32),
-        reward_components=sequences("reward_components", torch.float32) if rows[0].reward_components else None,
-        sample_mask=sequences("sample_mask", torch.bool),
-        group_ids=torch.tensor([groups[row.prompt_id] for row in rows]),
-        temperature=sequences("temperature", torch.float32),
-        top_k=sequences("top_k", torch.int64),
-        top_p=sequences("top_p", torch.float32),
-        sample_ids=tuple(row.id for row in rows),
-        prompts=tuple(row.prompt for row in rows),
-        responses=tuple(row.response for row in rows),
-        support=_joined_support([row.support for row in rows]),
-        unknown_fields=frozenset().union(*(row.unknown_fields for row in rows)),
-        **columns,
-    )
-
-
-def _joined_support(supports: list[tuple[list[int], list[int]] | None]) -> RolloutSupport | None:
-    given = [support for support in supports if support is not None]
-    if not given:
-        return None
-    sizes = [b - a for _, offsets in given for a, b in itertools.pairwise(offsets)]
-    return RolloutSupport(
-        torch.tensor([token for ids, _ in given for token in ids], dtype=torch.int64), _offsets(sizes)
-    )
-
-
-def _offsets(sizes: list[int]) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64).cumsum(0)])
 
 
 def _plain_rows(rollouts: RolloutBatch) -> Iterator[dict[str, Any]]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts.rows import short
+from megatron_support.rollouts.fields import short
+from megatron_support.rollouts.rows import FIELDS, TEXT_FIELDS
 
 _PARQUET_ROWS = 1024
-_PARQUET_VALUES_PER_BYTE = 256
+_VALUES_PER_BYTE = 256
 """Far above what real rollouts reach: their token ids alone take a byte or more each."""
 
 
@@ -65,19 +66,27 @@ def _first_twice(names: Iterable[str]) -> str | None:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, data) of each row. Pages with a checksum, which :func:`write_rollouts` writes, are checked."""
+    """(place, data) of each row: its fields of a rollout alone. Pages with a checksum, which
+    :func:`megatron_support.rollouts.write_rollouts` writes, are checked.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     check_file(path)
     try:
-        number = 0
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            twice = _first_twice(file.schema_arrow.names)
-            if twice is not None:
-                raise RolloutError(f"{path}: column {short(twice)} is there twice; write the file with one")
-            _check_claims(path, file.metadata)
-            for part in file.iter_batches(_PARQUET_ROWS):
+        limit = _VALUES_PER_BYTE * path.stat().st_size
+        with pq.ParquetFile(path) as file:
+            names = _fields_of(path, file.schema_arrow.names)
+            texts = _check_claims(path, file.metadata, names, limit)
+        number = characters = 0
+        with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=texts) as file:
+            for part in file.iter_batches(_PARQUET_ROWS, columns=names):
+                characters += sum(_text_size(column) for column in part.columns)
+                if characters > limit:  # a text that is there once and stands in many rows
+                    raise RolloutError(
+                        f"{path}: row {number + 1}: texts must come to at most {limit} bytes in a file of this size, "
+                        f"got {characters}; write the file again"
+                    )
                 for data in part.to_pylist():
                     number += 1
                     yield f"{path}:row {number}", data
@@ -87,14 +96,50 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise RolloutError(f"{path}: cannot read it ({error}); give a readable Parquet file") from None
 
 
-def _check_claims(path: Path, metadata: Any) -> None:
-    """Runs of one value take no space in Parquet, so a small file can claim to hold more than any memory."""
-    limit = _PARQUET_VALUES_PER_BYTE * path.stat().st_size
+def _fields_of(path: Path, columns: list[str]) -> list[str]:
+    """The columns that are fields of a rollout."""
+    twice = _first_twice(columns)
+    if twice is not None:
+        raise RolloutError(f"{path}: column {short(twice)} is there twice; write the file with one")
+    names = [name for name in columns if name in FIELDS]
+    if not names:
+        raise RolloutError(f"{path}: no column of a rollout in it; name them {', '.join(FIELDS[:4])}, ...")
+    return names
+
+
+def _check_claims(path: Path, metadata: Any, names: list[str], limit: int) -> list[str]:
+    """Check sizes before anything is read; returns the columns of text.
+
+    Runs of one value and compressed pages take no space in Parquet, so a small file can claim to hold more than any
+    memory.
+    """
+    texts = []
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)
-            if chunk.num_values > limit:
-                raise RolloutError(
-                    f"{path}: row group {group}: {chunk.path_in_schema}: must hold at most {limit} values in a file of "
-                    f"this size, got {chunk.num_values}; write the file again"
-                )
+            name = chunk.path_in_schema.split(".")[0]
+            if name not in names:
+                continue
+            if chunk.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
+                if name not in TEXT_FIELDS:
+                    raise RolloutError(f"{path}: {chunk.path_in_schema}: must hold numbers, got text; write numbers")
+                texts.append(chunk.path_in_schema)
+            for size, unit in ((chunk.num_values, "values"), (chunk.total_uncompressed_size, "bytes")):
+                if size > limit:
+                    raise RolloutError(
+                        f"{path}: row group {group}: {chunk.path_in_schema}: must hold at most {limit} {unit} in a "
+                        f"file of this size, got {size}; write the file again"
+                    )
+    return sorted({*texts})
+
+
+def _text_size(column: Any) -> int:
+    """Bytes of a column's texts when every row has its own."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(column.type):
+        return pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return _text_size(column.flatten())
+    return 0

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_support.errors import RolloutError
-
-Result = TypeVar("Result")
+from megatron_support.rollouts.fields import MAX_INTEGER, FieldError, flag, listed, required, short
 
 MAX_LOGPROB = 1e-4
 """A log-probability is at most 0; an engine's rounding may leave it a little above."""
@@ -22,9 +18,6 @@ MAX_FP32 = 3.4028234663852886e38
 
 MIN_SAMPLING = 1e-37
 """A temperature or top_p below the normal fp32 numbers counts as 0."""
-
-MAX_INTEGER = 2**63
-"""Ids and top_k are kept in int64."""
 
 OPTIONAL_TOKEN_COLUMNS = (
     "prev_logprobs",
@@ -43,6 +36,23 @@ FILTERED_COLUMNS = ("prev_logprobs", "curr_logprobs")
 
 MAY_BE_UNKNOWN = ("rewards", "sampling", "generation_logprobs", *OPTIONAL_TOKEN_COLUMNS)
 """What ``unknown_fields`` may name."""
+
+
+TEXT_FIELDS = ("id", "prompt_id", "prompt", "response", "unknown_fields")
+
+FIELDS = (
+    *TEXT_FIELDS,
+    "tokens",
+    "response_mask",
+    "generation_logprobs",
+    "reward",
+    "sampling",
+    "sample_mask",
+    "support",
+    "reward_components",
+    *OPTIONAL_TOKEN_COLUMNS,
+)
+"""What a row is read for; a file may hold more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +79,8 @@ class Row:
     """0 where a file has no number outside the response."""
     reward_components: list[float] | None = None
     unknown_fields: frozenset[str] = frozenset()
-
-
-class FieldError(ValueError):
-    """A field of a row breaks a rule; the reader adds file and line."""
+    place: str = ""
+    """File and line."""
 
 
 def check_row(data: Any, *, vocab_size: int | None = None, keep_faults: bool = False) -> Row:
@@ -272,32 +280,6 @@ def _unknown_fields(data: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def required(data: Mapping[str, Any], name: str, kinds: tuple[type, ...], description: str, prefix: str = "") -> Any:
-    """The field, of one of the kinds.
-
-    Raises:
-        FieldError: it is missing, or of another kind.
-    """
-    value = data.get(name)
-    if value is None:
-        raise FieldError(f"{prefix}{name}: required and missing; add it")
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise FieldError(f"{prefix}{name}: must be {description}, got {short(value)}; correct it")
-    return value
-
-
-def listed(data: Mapping[str, Any], name: str, length: int | None, prefix: str = "") -> list[Any]:
-    """The field, a list of so many entries (None for any number).
-
-    Raises:
-        FieldError: it is missing, no list, or of another length.
-    """
-    values = required(data, name, (list,), "a list", prefix)
-    if length is not None and len(values) != length:
-        raise FieldError(f"{prefix}{name}: must have {length} entries, got {len(values)}; one for each token")
-    return values
-
-
 def _name(data: Mapping[str, Any], name: str) -> int | str:
     value = required(data, name, (str, int), "a string or an integer")
     if isinstance(value, int):
@@ -318,37 +300,3 @@ def _text(data: Mapping[str, Any], name: str) -> str:
             f"{name}: must be Unicode text, got half a surrogate pair at character {error.start}; write the character"
         ) from None
     return text
-
-
-def flag(value: Any, name: str) -> bool:
-    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
-        return bool(value)
-    raise FieldError(f"{name}: must be 0 or 1, got {short(value)}; correct it")
-
-
-def short(value: Any) -> str:
-    """A value for a message."""
-    if type(value) is int and abs(value) >= MAX_INTEGER:
-        return "an integer beyond 64 bits"  # printing thousands of digits fails
-    text = reprlib.repr(value)  # bounded in depth and length, whatever the file holds
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def at_place(place: str, check: Callable[[], Result], names: Mapping[str, str] | None = None) -> Result:
-    """Run a check and put the place (file and line) in front of its message.
-
-    Args:
-        place: of the row.
-        check: what to run.
-        names: the file's own names of our fields, where they differ; named beside ours.
-
-    Raises:
-        RolloutError: the check's message with its place.
-    """
-    try:
-        return check()
-    except FieldError as error:
-        message = str(error)
-        ours = re.split(r"[:\[]", message, maxsplit=1)[0]
-        own = (names or {}).get(ours) or (names or {}).get(ours.split(".")[0], ours)
-        raise RolloutError(f"{place}: {f'{own}, read as ' if own != ours else ''}{message}") from None

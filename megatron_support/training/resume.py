@@ -16,7 +16,7 @@ from megatron_support.training.run_lock import is_locked
 
 STEP = "step_"
 # what may differ between a run and its continuation
-_FREE = {"logging", "checkpoint", "parallel", "device"}
+_FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
 
 
 @dataclass(frozen=True, kw_only=True)

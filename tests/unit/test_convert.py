@@ -62,6 +62,14 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(tmp_path, capsy
     assert source.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
+def test_inspect_lists_what_is_unknown(tmp_path, capsys):
+    target = tmp_path / "out.parquet"
+    assert main(["convert", str(dumps.WRITERS["skyrl"](tmp_path)), str(target), "--top-p", "0.9"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(target)]) == 0
+    assert "2 rows   rewards is unknown: the program that wrote the rollouts had lost it" in capsys.readouterr().out
+
+
 def test_the_schema_names_the_formats_that_there_are():
     assert get_args(RolloutFormat) == tuple(FORMATS)
 

@@ -285,16 +285,19 @@ def test_samples_have_names_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"values": [0, 0, 1, 1]}, "values: must be in every row or in none, missing in 'b'; add it"),
-        ({"support": None}, "support: must be in every row or null in all, null in 'a-0'; split the file"),
-        ({"reward_components": [1]}, "reward_components: must have the same number of entries in every row, got 0 in"),
+        ({"values": [0, 0, 1, 1]}, "2: values: must be in every row or in none, missing in 'b'; add it"),
+        ({"support": None}, "1: support: must be in every row or null in all, null in 'a-0'; split the file"),
+        (
+            {"reward_components": [1]},
+            "2: reward_components: must have the same number of entries in every row, got 1 in 'a-0' and 0 in 'b'",
+        ),
     ],
 )
 def test_optional_fields_are_in_every_row_or_in_none(tmp_path, changes, message):
     path = write_lines(tmp_path / "a.jsonl", row(**changes), row(id="b"))
     with pytest.raises(RolloutError) as caught:
         read_rollouts(path)
-    assert str(caught.value).startswith(f"{path}: {message}")
+    assert str(caught.value).startswith(f"{path}:{message}")
 
 
 def _pickle(path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.rollouts.files import batch_of_rows
 from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
 from megatron_support.rollouts.readers import megatron_bank, nemo_rl, prime_rl, skyrl, slime, torch_file
 from megatron_support.rollouts.readers.common import Assumptions, NonFinite, Reading
+from megatron_support.rollouts.validation import batch_of_rows
 
 __all__ = ["FORMATS", "Assumptions", "Dump", "NonFinite", "read_dump"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_support.errors import RolloutError
+from megatron_support.rollouts.fields import MAX_INTEGER, FieldError, listed, required, short
 from megatron_support.rollouts.raw_rows import json_rows
-from megatron_support.rollouts.rows import MAX_INTEGER, FieldError, check_ids, listed, required, short
+from megatron_support.rollouts.rows import check_ids
 
 NonFinite = Literal["refuse", "outside", "mask"]
 

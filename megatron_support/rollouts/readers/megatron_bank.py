@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from megatron_support.errors import RolloutError
+from megatron_support.rollouts.fields import FieldError, at_place, listed, required, short
 from megatron_support.rollouts.readers.common import (
     Assumptions,
     Reading,
@@ -34,7 +35,6 @@ from megatron_support.rollouts.readers.common import (
     mapping,
     sampling_of,
 )
-from megatron_support.rollouts.rows import FieldError, at_place, listed, required, short
 
 FORMAT_VERSION = 2
 MANIFEST = "MANIFEST.json"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_support.rollouts.fields import at_place, listed
 from megatron_support.rollouts.readers.common import (
     Assumptions,
     Reading,
@@ -26,7 +27,6 @@ from megatron_support.rollouts.readers.common import (
     prompt_id,
     sampling_of,
 )
-from megatron_support.rollouts.rows import at_place, listed
 
 _TOKEN_COLUMNS = ("generation_logprobs", "prev_logprobs", "advantages")
 

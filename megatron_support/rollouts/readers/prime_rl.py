@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_support.errors import RolloutError
+from megatron_support.rollouts.fields import FieldError, at_place, listed
 from megatron_support.rollouts.readers.common import (
     Assumptions,
     Reading,
@@ -26,7 +27,6 @@ from megatron_support.rollouts.readers.common import (
     prompt_id,
     sampling_of,
 )
-from megatron_support.rollouts.rows import FieldError, at_place, listed
 
 SCHEMA_VERSION = 1
 

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_support.errors import RolloutError
+from megatron_support.rollouts.fields import FieldError, at_place, listed
 from megatron_support.rollouts.readers.common import Assumptions, Reading, flags, on_response, prompt_id, sampling_of
 from megatron_support.rollouts.readers.torch_file import plain
-from megatron_support.rollouts.rows import FieldError, at_place, listed
 
 REMEDY = (
     'where SkyRL is installed and if you trust the file, run: python -c "import pickle, sys, torch; '

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_support.errors import RolloutError
+from megatron_support.rollouts.fields import FieldError, at_place, listed, required, short
 from megatron_support.rollouts.readers.common import (
     Assumptions,
     Reading,
@@ -30,7 +31,6 @@ from megatron_support.rollouts.readers.common import (
     sampling_of,
 )
 from megatron_support.rollouts.readers.torch_file import plain
-from megatron_support.rollouts.rows import FieldError, at_place, listed, required, short
 
 TRAIN_VERSION = 2
 

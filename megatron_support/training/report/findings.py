@@ -42,6 +42,15 @@ def find_odd(rollouts: RolloutBatch | None, errors: Sequence[RolloutError]) -> l
     findings = [Finding(level="error", text=str(error), count=1, examples=()) for error in errors]
     if rollouts is None:
         return findings
+    for name in sorted(rollouts.unknown_fields):
+        findings.append(
+            Finding(
+                level="warning",
+                text=f"{name} is unknown: the program that wrote the rollouts had lost it",
+                count=rollouts.num_sequences,
+                examples=rollouts.sample_ids[:EXAMPLES],
+            )
+        )
     for check, text in _CHECKS:
         rows = check(rollouts).nonzero().flatten().tolist()
         if rows:
