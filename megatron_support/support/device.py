@@ -74,7 +74,7 @@ def measure(
     row = combined(RowSums(maximum.squeeze(-1), sums), 0)
     return Statistics(
         row.maximum,
-        row.sums[:, 0],
+        row.sums[:, 0].masked_fill(row.maximum == -torch.inf, torch.nan),
         row.sums[:, 1] if entropy else None,
         target_logit.squeeze(-1).amax(0),
         rest[-1] if local is not None else None,

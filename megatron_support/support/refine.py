@@ -220,8 +220,9 @@ def _narrow(
     Values are told apart by integers of the same order, so that the number of rounds depends on the bracket alone.
     """
     # a sum with 0 makes the two zeros one
-    key, row, times = _order_key(inside.values + 0.0), inside.row, inside.times
-    first, last = _order_key(low + 0.0), _order_key(high + 0.0)
+    whole, row, times = _order_key(inside.values + 0.0), inside.row, inside.times
+    dropped = _DROPPED[inside.values.dtype]
+    key, first, last = whole >> dropped, _order_key(low + 0.0) >> dropped, _order_key(high + 0.0) >> dropped
     base = inside.sums[:, :2].t().contiguous()
     count = need.amount.numel()
     mass = exp_difference(inside.values, need.maximum[row]) * times
@@ -238,10 +239,14 @@ def _narrow(
         base = before.gather(2, chosen.expand(2, -1)[..., None]).squeeze(2)
         last = last - chosen * width
         first = torch.maximum(first, last - width + 1)
-        if bool((width == 1).all()):
+        found = bool((width == 1).all())
+        if found and not dropped:
             break
         keep = slot == chosen[row] + row * _BINS
-        key, times, row, mass = key[keep], times[keep], row[keep], mass[keep]
+        key, whole, times, row, mass = key[keep], whole[keep], times[keep], row[keep], mass[keep]
+        if found:
+            key, first = whole, last << dropped
+            last, dropped = first + (1 << dropped) - 1, 0
     value = _from_order_key(last, need.maximum.dtype)
     ties = histogram[1].gather(1, chosen[:, None]).squeeze(1)
     if not filters.index_ties:
@@ -253,23 +258,21 @@ def _narrow(
     return Boundary(value, base[0], ties, kept)
 
 
-_BITS = {torch.float32: (torch.int32, 0), torch.float64: (torch.int64, 2)}
-"""Integers of a dtype's size, and how many low bits to drop so that differences of two stay in int64: none for float32;
-float64 values that differ in those alone count as equal."""
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_DROPPED = {torch.float32: 0, torch.float64: 2}
+"""Low bits that are told apart in a round of their own, so that differences of two keys stay in int64."""
 
 
 def _order_key(values: Tensor) -> Tensor:
     """int64 that order as the values do."""
-    integer, dropped = _BITS[values.dtype]
+    integer = _INTEGERS[values.dtype]
     bits = values.view(integer)
-    key = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long()
-    return key >> dropped if dropped else key
+    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).long()
 
 
 def _from_order_key(key: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest value of each key."""
-    integer, dropped = _BITS[dtype]
-    bits = (key << dropped).to(integer)
+    integer = _INTEGERS[dtype]
+    bits = key.to(integer)
     return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits).view(dtype)
 
 

@@ -121,6 +121,7 @@ def _describe(values: Tensor, plan: WindowPlan) -> list[Tensor]:
     span = (first.double() - lowest.double()).clamp(min=torch.finfo(torch.float64).tiny)
     # rounded up, by a bit more than float64's own rounding: a limit has its equals below it
     code = ((first.double() - sent.double()) / span * (_LEVELS - 1) - 1e-6).floor_().clamp_(0, _LEVELS)
+    code.masked_fill_(sent == -torch.inf, _LEVELS)
     parts = [first, lowest, _as_code(code[:, 1:])]
     if plan.mass:
         mass = exp_difference(values, first)

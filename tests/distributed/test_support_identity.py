@@ -84,6 +84,46 @@ def test_sets_are_those_of_a_float64_sort():
         assert not ((found != expected.kept) & (expected.boundary_gap > MASS_ROUNDING)).any()
 
 
+def _tied_rows(vocabulary: int) -> torch.Tensor:
+    """Ties at the 262nd largest logit: one value in few or many places, on the first half's rank alone or on all."""
+    noise = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(4))
+    rows = noise - 9
+    rows[0, :200], rows[0, 200:320] = noise[0, :200] + 9, 1.0  # more ties than the rank's candidates hold
+    for row, equal in ((1, 255), (2, 256)):  # as many as are told apart, and one more
+        rows[row, :10], rows[row, 10 : 10 + equal] = noise[row, :10] + 9, 1.0
+    rows[3] = 2.5
+    rows[4] = (noise[4] * 2).round()
+    rows[5] = (noise[5] * 40).round() / 16
+    return rows
+
+
+def _tied(rank: int, world: int, logits: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    columns = logits.shape[1] // world
+    part = logits[:, columns * rank : columns * (rank + 1)].contiguous()
+    group = dist.group.WORLD if world > 1 else None
+    return [
+        support_logprobs(
+            part, targets, SamplingParams(1.0, 262, top_p), vocab_size=logits.shape[1], tp_group=group, ties=ties
+        ).filtered
+        for top_p in (1.0, 0.9999, 0.6)
+        for ties in ("group", "index")
+    ]
+
+
+def test_ties_at_a_large_top_k_are_all_counted():
+    """Probes of every row: inside, in the tie group's first and last places, and outside."""
+    logits = _tied_rows(4096).repeat_interleave(5, 0)
+    targets = torch.tensor([0, 12, 264, 265, 319]).repeat(6)
+    one = _tied(0, 1, logits, targets)
+    settings = [(top_p, ties) for top_p in (1.0, 0.9999, 0.6) for ties in ("group", "index")]
+    for found, (top_p, ties) in zip(one, settings, strict=True):
+        expected = reference(logits, targets, top_k=262, top_p=top_p, ties=ties)
+        torch.testing.assert_close(found.double(), expected.filtered, rtol=1e-6, atol=3e-6)
+    for ranks in run_ranks(2, _tied, logits, targets):
+        for mine, theirs in zip(one, ranks, strict=True):
+            assert torch.equal(mine, theirs)
+
+
 def _with_wrong_limits(rank: int, world: int, logits: torch.Tensor, move: float) -> list[torch.Tensor]:
     def moved(*args):
         return [limit + move for limit in limits(*args)]
@@ -124,6 +164,7 @@ def _traffic(rank: int, world: int, logits: torch.Tensor, targets: torch.Tensor)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top_k_1000_takes_two_collectives_of_600_bytes_a_token(dtype):
     logits = make_rows(16384, dtype)
+    logits[0, 8192:] = -torch.inf  # all of one rank's
     targets = logits.float().argmax(-1)
     for calls, size in run_ranks(2, _traffic, logits, targets):
         assert calls == 2 and size <= 600 * len(targets)

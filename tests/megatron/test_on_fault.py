@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_support.errors import LogprobFault
+from megatron_support.megatron.faults import FoundFaults, LeftOut
 from megatron_support.rollouts.batch import RolloutBatch
 from tests.megatron.actor_setup import make_rollouts, make_step
 from tests.ranks import run_ranks
@@ -177,3 +178,27 @@ def test_a_fault_carries_its_samples_and_names_neighbours_and_rank(layout):
         assert first.startswith(f"curr_logprobs of sample {sample!r}, token ") and "nan at the token after" in text
         assert "(rank " in first and carried == (sample,)
         assert bool(torch.isnan(current).any())
+
+
+def advantages_beside_a_fault(rank, world):
+    rollouts = make_rollouts()
+    generation = rollouts.generation_logprobs.clone()
+    generation[int(rollouts.cu_seqlens[FAULTY]) + 4] = math.nan
+    found = make_step(on_fault="skip_sample").step(rollouts.with_columns(generation_logprobs=generation)).rollouts
+    expected = make_step(on_fault="skip_sample").step(others(rollouts, FAULTY)).rollouts
+    return others(found, FAULTY).advantages, expected.advantages
+
+
+def test_a_sample_at_fault_is_not_in_its_groups_baseline():
+    ((found, expected),) = run_ranks(1, advantages_beside_a_fault, timeout=60)
+    assert torch.equal(found, expected) and bool(found.any())
+
+
+def test_faults_of_a_minibatch_are_those_of_the_step():
+    """The second of the sequences 5 and 7."""
+    left_out = LeftOut("skip_sample", 12)
+    rollouts = make_rollouts()
+    left_out.take(FoundFaults(message="", sequences=torch.tensor([1]), rollouts=rollouts), torch.tensor([5, 7]))
+    assert left_out.sequences.nonzero().flatten().tolist() == [7]
+    left_out.take(FoundFaults(message="", sequences=torch.tensor([2]), rollouts=rollouts))
+    assert left_out.mask(rollouts).sample_mask.logical_not().nonzero().flatten().tolist() == [2, 7]

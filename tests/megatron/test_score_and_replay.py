@@ -158,6 +158,17 @@ def test_the_gradient_is_the_slope_of_the_loss(scored):
     assert (moved[1] - moved[0]) / 2e-2 == pytest.approx(float(found.gradient[token]), rel=1e-2)
 
 
+def test_a_masked_sample_enters_no_loss(scored):
+    rollouts = read_rollouts(scored)
+    columns = {"advantages": torch.ones(rollouts.tokens.numel())}
+    kept = torch.arange(rollouts.num_sequences) > 0
+    config = ReplayConfig.from_dict({"loss": {"surrogate": {"type": "reinforce"}}})
+    rollouts = rollouts.with_columns(**columns)
+    masked = replay(config, rollouts.with_columns(sample_mask=kept))
+    assert masked.loss == pytest.approx(replay(config, rollouts.select(kept.nonzero().flatten())).loss, rel=1e-6)
+    assert not masked.gradient[: int(rollouts.lengths[0])].any() and bool(masked.gradient.any())
+
+
 def test_worst_tokens_are_one_a_sample_and_changes_are_sorted(scored):
     rollouts = read_rollouts(scored)
     narrow, wide = (

@@ -233,10 +233,11 @@ def test_plain_torch_takes_over_from_a_kernel_that_fails(interpreted, monkeypatc
 
 @pytest.mark.parametrize(("name", "ties"), [("both", "index"), ("top_p", "group"), ("none", "group")])
 def test_two_ranks_agree_with_one(interpreted, monkeypatch, name, ties):
+    """One row has its finite logits on one rank alone, another one has none, and is at fault."""
     monkeypatch.setattr(arguments, "_TOP_P_CANDIDATES", 24)
     logits = make_logits(torch.float32, 334)[:, :334]
+    logits[8, :167] = logits[2] = -math.inf
     targets = torch.arange(TOKENS) * 36 - 1
-    targets[2] = -1
 
     def evaluate(part: torch.Tensor, group) -> list[torch.Tensor]:
         leaf = part.clone().requires_grad_()

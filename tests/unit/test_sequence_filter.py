@@ -69,6 +69,11 @@ def test_tokens_outside_the_support_leave_the_mean_and_faults_do_not():
     assert result.rollouts.sample_mask.tolist() == [False, True, True, True, True, False, False, False]
 
 
+def test_an_error_equal_to_the_threshold_is_accepted():
+    """Equal log-probabilities have an error of 1, the smallest threshold there is."""
+    assert not filter_sequences(rollouts([[-1, -2]], [[-1, -2]]), threshold=1.0).rejected.any()
+
+
 def test_without_a_filter_minus_infinity_fails_any_threshold():
     batch = rollouts([[-1, -INF], [-1, -INF]], [[-1, -1], [-1, -1]], top_k=torch.tensor([0, 40]))
     assert filter_sequences(batch, threshold=1e30).rejected.tolist() == [True, False]

@@ -132,6 +132,15 @@ def test_a_top_k_beyond_all_candidates_is_counted(top_k, top_p, ties):
     compare(rows, SamplingParams(1.0, top_k, top_p), ties)
 
 
+@pytest.mark.parametrize("ties", ["group", "index"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.95), (4500, 1.0)])
+def test_ties_beyond_the_candidates_are_cut_in_float64(top_k, top_p, ties):
+    """Whose last bits are not zero, and beside which lie the next floats."""
+    rows = torch.full((2, 6007), 2.5, dtype=torch.float64) / 0.7
+    rows[1, ::2] = torch.nextafter(rows[1, ::2], torch.tensor(9.0, dtype=torch.float64))
+    compare(rows, SamplingParams(1.0, top_k, top_p), ties)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(0.8), SamplingParams(0.8, 5), SamplingParams(1.3, 9, 0.8)])
 def test_gradcheck(sampling):
     logits = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)

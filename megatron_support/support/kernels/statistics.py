@@ -25,7 +25,7 @@ _SPLITS = 8
 
 
 class RowSums(NamedTuple):
-    """Of one part of a row each; all NaN where the row has no target."""
+    """Of one part of a row each; all NaN where the row has no target, sums of 0 where the maximum is -inf."""
 
     maximum: Tensor
     """float32"""
@@ -173,9 +173,10 @@ def row_statistics(
 
 
 def combined(parts: RowSums, dim: int) -> RowSums:
-    """The sums of parts of rows as the sums of the rows."""
+    """The sums of parts of rows as the sums of the rows; a part without a finite logit adds 0."""
     maximum = parts.maximum.amax(dim)
     fall = (parts.maximum.double() - maximum.unsqueeze(dim).double()).clamp(min=-1e4)
+    fall = fall.masked_fill(parts.maximum == -torch.inf, -1e4)
     scale = fall.exp()
     mass = parts.sums[..., 0] * scale
     sums = [mass.sum(dim)]
