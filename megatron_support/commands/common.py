@@ -48,7 +48,7 @@ def write_page(path: Path, page: str, argument: str) -> None:
         ConfigurationError: the folder is missing or cannot be written; ``argument`` named it.
     """
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(
             f"{argument} must be a file that can be written, got {path} ({error.strerror}); give another"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
     source, target = Path(options.source), Path(options.target)
     check_ending(target)
-    if target.exists() and target.resolve() == source.resolve():
+    if os.path.realpath(target) == os.path.realpath(source):  # Path.resolve raises at links in a circle
         raise RolloutError(f"{target}: OUT must be another file than IN; give it another name")
     assumptions = Assumptions(sampling=_sampling(options), reward_key=options.reward_key, nonfinite=options.nonfinite)
     dump = read_dump(source, format=options.format, assumptions=assumptions, vocab_size=options.vocab_size)

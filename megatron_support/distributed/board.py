@@ -65,7 +65,8 @@ def one_error(*, grace: float = 10.0) -> Iterator[None]:
     watcher = threading.Thread(target=_watch, args=(board, stop, grace), daemon=True, name="one_error")
     watcher.start()
     try:
-        yield
+        with _exit_as_error():
+            yield
     except Exception as error:
         stop.set()
         posted = board.post(error)
@@ -79,6 +80,17 @@ def one_error(*, grace: float = 10.0) -> Iterator[None]:
         raise _of(posted) from error
     finally:
         stop.set()
+
+
+@contextmanager
+def _exit_as_error() -> Iterator[None]:
+    """A reward or a surrogate that calls sys.exit must not leave the other ranks waiting, nor pass for success."""
+    try:
+        yield
+    except SystemExit as exit_call:
+        raise RuntimeError(
+            f"code of this run called sys.exit({exit_call.code!r}); raise an exception instead"
+        ) from exit_call
 
 
 class _Board:

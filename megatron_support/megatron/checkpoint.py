@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
@@ -31,6 +34,7 @@ METADATA = {
     "singleton_local_shards": False,
 }
 _LATEST = "latest_checkpointed_iteration.txt"
+_COMMON = "common.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +120,10 @@ def load_checkpoint(
         scheduler: loaded too where given.
 
     Raises:
-        ConfigurationError: the folder is no checkpoint, is another model's, or has no optimizer state.
+        ConfigurationError: the folder is no checkpoint, is damaged, is another model's, or has no optimizer state.
     """
     folder = _checkpoint_folder(Path(path))
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    common = _common_state(folder)
     _require_same_architecture(common.get("architecture"), model.architecture, folder)
     same_layout = common.get("layout") == _layout(model)
     state = _model_state(model)
@@ -132,7 +136,8 @@ def load_checkpoint(
         if same_layout:
             state["random"] = _random_state(None)
     try:
-        loaded = dist_checkpointing.load(state, str(folder))
+        with _damage_named(folder):
+            loaded = dist_checkpointing.load(state, str(folder))
     except (CheckpointingException, KeyError) as error:
         raise ConfigurationError(
             f"{folder}: weights must be those of the model in the recipe, but {error}; use the matching architecture"
@@ -161,12 +166,13 @@ def read_saved_model(path: str | Path) -> tuple[Architecture, torch.dtype]:
         ConfigurationError: it is no checkpoint, or one that was not written by :func:`save_checkpoint`.
     """
     folder = _checkpoint_folder(Path(path))
-    saved = dist_checkpointing.load_common_state_dict(str(folder)).get("architecture")
+    saved = _common_state(folder).get("architecture")
     if saved is None:
         raise ConfigurationError(
             f"{folder}: does not say what model it holds; use a checkpoint of a run of megatron-support"
         )
-    metadata = dist_checkpointing.load_tensors_metadata(str(folder))
+    with _damage_named(folder):
+        metadata = dist_checkpointing.load_tensors_metadata(str(folder))
     (embedding,) = [tensor for key, tensor in metadata.items() if key == "embedding.word_embeddings.weight"]
     return Architecture.from_dict(saved), embedding.dtype
 
@@ -200,6 +206,34 @@ def _layout(model: ModelParts) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """What torch and Megatron-Core raise at files that are cut off, missing or of another kind, as one message."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    # torch's CheckpointException is no Exception, and holds the tracebacks of all ranks
+    except (CheckpointException, pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+        raise ConfigurationError(
+            f"{folder}: the checkpoint is damaged or incomplete ({reason}); take an earlier one"
+        ) from error
+
+
+def _common_state(folder: Path) -> dict[str, Any]:
+    if not (folder / _COMMON).is_file():
+        raise ConfigurationError(f"{folder}: the checkpoint is incomplete, it has no {_COMMON}; take an earlier one")
+    try:
+        with _damage_named(folder):
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+    except RuntimeError as error:  # a zip file that was cut off
+        raise ConfigurationError(
+            f"{folder}: the checkpoint is damaged, {_COMMON} cannot be read; take an earlier one"
+        ) from error
+    return common
+
+
 def _checkpoint_folder(path: Path) -> Path:
     """The folder itself, or the latest iteration inside a Megatron-LM one."""
     folder = path.expanduser()
@@ -207,7 +241,9 @@ def _checkpoint_folder(path: Path) -> Path:
     if latest.is_file():
         text = latest.read_text(encoding="utf-8").strip()
         folder /= f"iter_{int(text):07d}" if text.isdecimal() else text
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+    with _damage_named(folder):
+        found = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+    if not found:
         raise ConfigurationError(
             f"{folder}: must be a folder written by Megatron-Core's dist_checkpointing (it has metadata.json); "
             "check model.weights.path"

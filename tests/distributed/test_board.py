@@ -16,6 +16,7 @@ SOON = 20.0
 
 def fails_alone(rank, world, error, waits):
     """(type, message, whether another rank speaks, seconds) of what leaves the block."""
+    dist.barrier()  # a rank that leaves sooner breaks the others' rendezvous
     start = time.monotonic()
     try:
         with one_error(grace=5.0):
@@ -48,6 +49,13 @@ def test_an_exception_from_elsewhere_stays_what_it_is_where_it_happened():
     (peer, message, spoken, _), (own, _, own_spoken, _) = results
     assert (peer, message, spoken) == (PeerError, "rank 1: of a reward", True)
     assert (own, own_spoken) == (ZeroDivisionError, False)
+
+
+def test_sys_exit_on_one_rank_is_an_error_on_all():
+    results = run_ranks(2, fails_alone, SystemExit(0), WAITS["collective"], timeout=60)
+    (peer, message, spoken, _), (own, own_message, own_spoken, _) = results
+    assert (peer, spoken) == (PeerError, True) and message == f"rank 1: {own_message}"
+    assert (own, own_spoken) == (RuntimeError, False) and "called sys.exit(0)" in own_message
 
 
 def sleeps(rank, world):

@@ -1,5 +1,7 @@
 """What one layout saves another loads, and a continued run is the uninterrupted one."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -125,6 +127,34 @@ def test_misuse_is_refused(tmp_path):
     run_ranks(2, again)
     for action in (other_architecture, no_checkpoint, no_optimizer):
         run_ranks(1, action)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint_is_a_message(tmp_path, ranks):
+    saved = tmp_path / "saved"
+    run_ranks(1, _save_weights, ParallelConfig(), saved)
+    damages = {
+        "common.pt": [None, b"", b"garbage", (saved / "common.pt").read_bytes()[:-300]],
+        ".metadata": [None, b"garbage"],
+        "metadata.json": [b"{", b"[]"],
+        "__0_0.distcp": [None, b"", (saved / "__0_0.distcp").read_bytes()[:200]],
+    }
+    folders = []
+    for name, contents in damages.items():
+        for number, content in enumerate(contents):
+            folders.append(tmp_path / f"{name}-{number}")
+            shutil.copytree(saved, folders[-1])
+            (folders[-1] / name).unlink()
+            if content is not None:
+                (folders[-1] / name).write_bytes(content)
+
+    def load_all(rank, world):
+        model, _ = tiny_model(ParallelConfig(), architecture=TINY)
+        for folder in folders:
+            with pytest.raises(ConfigurationError, match=r"the checkpoint is (damaged|incomplete)"):
+                load_checkpoint(folder, model)
+
+    run_ranks(ranks, load_all)
 
 
 def test_the_latest_iteration_of_a_megatron_lm_folder_is_taken(tmp_path):

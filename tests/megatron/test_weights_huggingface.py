@@ -154,6 +154,9 @@ def _copy(folder, target, **changes):
             r"12 of another shape: model.layers.0.mlp.gate_proj.weight \(48, 32\) instead of \(64,",
         ),
         ({"tie_word_embeddings": False}, r"1 missing: lm_head.weight"),
+        ({"num_key_value_heads": "x"}, r"config.json: 1 error\n  num_query_groups: must be a valid integer, got 'x'"),
+        ({"rms_norm_eps": [1]}, r"norm_epsilon: must be a valid number, got \[1\]"),
+        ({"rope_parameters": "x"}, r"config.json: rope_parameters must be a mapping, got 'x'"),
     ],
 )
 def test_unsupported_or_incomplete_model(saved, tmp_path, changes, message):
@@ -175,6 +178,13 @@ def test_unreadable_folders(saved, tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"found only .bin files; load the model with transformers and save it"
     ):
+        HuggingFaceSource(broken)
+    for named in ([1], "../copy/model.safetensors", "/etc/passwd", "a\0b"):
+        (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
+        with pytest.raises(ConfigurationError, match="'weight_map' must name files of its own folder, got"):
+            HuggingFaceSource(broken)
+    (broken / "config.json").write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(ConfigurationError, match="not a readable JSON file"):
         HuggingFaceSource(broken)
     (broken / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="not a readable JSON file"):

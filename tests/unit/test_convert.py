@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import yaml
 
 from megatron_support.__main__ import main
 from megatron_support.config.recipe import RolloutFormat
+from megatron_support.errors import RolloutError
 from megatron_support.rollouts import read_rollouts
 from megatron_support.rollouts.readers import FORMATS, read_dump
 from tests import dumps
@@ -68,6 +70,20 @@ def test_inspect_lists_what_is_unknown(tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", str(target)]) == 0
     assert "2 rows   rewards is unknown: the program that wrote the rollouts had lost it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.pt", "a"])
+def test_a_pipe_does_not_block(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RolloutError, match=f"{name}: must be a regular file"):
+        read_dump(tmp_path / name)
+
+
+def test_a_link_to_itself_is_a_message(tmp_path, capsys):
+    (tmp_path / "a.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "out.jsonl").touch()
+    assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out.jsonl")]) == 2
+    assert "a.jsonl: no such file or folder" in capsys.readouterr().err
 
 
 def test_the_schema_names_the_formats_that_there_are():

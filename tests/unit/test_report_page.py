@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -119,6 +120,36 @@ def test_what_is_no_run_folder_is_refused(tmp_path, run_folder):
         read_run(tmp_path / "nothing")
     (run_folder / "tokens.jsonl").write_text("{\n")
     with pytest.raises(ConfigurationError, match=r"tokens\.jsonl:1: damaged"):
+        read_run(run_folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.yaml", "[1, 2]"),
+        ("recipe.yaml", "loss: [1]"),
+        ("metrics.jsonl", "[1]\n"),
+        ("metrics.jsonl", '{"step": 1}\n'),
+        ("metrics.jsonl", '{"step": 1, "reward": null}\n'),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        ("tokens.jsonl", '{"step": 1}\n'),
+        ("summary.json", "{}"),
+        ("summary.json", '"x"'),
+        ("environment.json", "[1]"),
+        ("token_text.json", "[1]"),
+    ],
+)
+def test_a_file_of_another_shape_is_a_message(run_folder, capsys, name, content):
+    (run_folder / name).write_text(content)
+    code = main(["report", str(run_folder)])
+    assert code == 2 and "error: " + str(run_folder) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "tokens.jsonl", "summary.json"])
+def test_a_pipe_in_a_run_folder_does_not_block(run_folder, name):
+    (run_folder / name).unlink(missing_ok=True)
+    os.mkfifo(run_folder / name)
+    with pytest.raises(ConfigurationError, match=f"{name}: must be a regular file"):
         read_run(run_folder)
 
 

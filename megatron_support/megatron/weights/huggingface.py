@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_support.config.recipe import Architecture, MixtureOfExperts
+from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.weights.names import OUTPUT
 from megatron_support.megatron.weights.source import check_tensors
@@ -78,6 +78,11 @@ class HuggingFaceSource:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigurationError(f"{index}: 'weight_map' must be a mapping, got {weight_map!r}; download it again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or name != Path(name).name or "\0" in name:
+                raise ConfigurationError(
+                    f"{index}: 'weight_map' must name files of its own folder, got {name!r}; download it again"
+                )
         return [self._folder / name for name in sorted(set(weight_map.values()))]
 
 
@@ -96,44 +101,48 @@ def read_huggingface_architecture(path: str | Path) -> Architecture:
         )
     config = _read_json(file)
     _refuse_unsupported(config, file)
-    rope = _rope(config)
+    rope = _rope(config, file)
     kind = config["model_type"]
     heads = _required(config, "num_attention_heads", file)
-    return Architecture(
-        vocab_size=_required(config, "vocab_size", file),
-        num_layers=_required(config, "num_hidden_layers", file),
-        hidden_size=_required(config, "hidden_size", file),
-        num_attention_heads=heads,
-        ffn_hidden_size=_required(config, "intermediate_size", file),
-        num_query_groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if kind in _QWEN3 else None),  # their configs' own default
-        max_sequence_length=config.get("max_position_embeddings", 2048),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope_base=float(rope.get("rope_theta", 10000.0)),
-        rope_scaling=rope if rope.get("rope_type") == "llama3" else None,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind in _QWEN3,
-        moe=_experts(config, file) if kind == "qwen3_moe" else None,
-    )
+    fields = {
+        "vocab_size": _required(config, "vocab_size", file),
+        "num_layers": _required(config, "num_hidden_layers", file),
+        "hidden_size": _required(config, "hidden_size", file),
+        "num_attention_heads": heads,
+        "ffn_hidden_size": _required(config, "intermediate_size", file),
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (128 if kind in _QWEN3 else None),  # their configs' own default
+        "max_sequence_length": config.get("max_position_embeddings", 2048),
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "rope_base": rope["rope_theta"],
+        "rope_scaling": rope if rope.get("rope_type") == "llama3" else None,
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": kind == "qwen2",
+        "qk_norm": kind in _QWEN3,
+        "moe": _experts(config, file) if kind == "qwen3_moe" else None,
+    }
+    return Architecture.from_dict(fields, source=str(file))
 
 
-def _experts(config: Mapping[str, Any], file: Path) -> MixtureOfExperts:
+def _experts(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Without auxiliary losses, which a config.json has for pretraining."""
-    return MixtureOfExperts(
+    return {
         # transformers 5 writes the other name
-        num_experts=_required(config, "num_local_experts" if "num_local_experts" in config else "num_experts", file),
-        top_k=_required(config, "num_experts_per_tok", file),
-        ffn_hidden_size=_required(config, "moe_intermediate_size", file),
-        normalize_top_k=bool(config.get("norm_topk_prob", False)),
-    )
+        "num_experts": _required(config, "num_local_experts" if "num_local_experts" in config else "num_experts", file),
+        "top_k": _required(config, "num_experts_per_tok", file),
+        "ffn_hidden_size": _required(config, "moe_intermediate_size", file),
+        "normalize_top_k": bool(config.get("norm_topk_prob", False)),
+    }
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """``rope_theta``, ``rope_type`` and the scaling's numbers, from the older and the newer form of config.json."""
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_scaling") or {}
-    rope |= config.get("rope_parameters") or {}
+    for name in ("rope_scaling", "rope_parameters"):
+        settings = config.get(name) or {}
+        if not isinstance(settings, dict):
+            raise ConfigurationError(f"{file}: {name} must be a mapping, got {settings!r}; download the file again")
+        rope |= settings
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
     return rope
@@ -141,7 +150,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
     kind = config.get("model_type")
-    rope = _rope(config)
+    rope = _rope(config, file)
     refused = (
         (kind not in MODEL_TYPES, f"model_type must be one of {', '.join(MODEL_TYPES)}, got {kind!r}"),
         (config.get("hidden_act", "silu") != "silu", f"hidden_act must be silu, got {config.get('hidden_act')!r}"),
@@ -171,9 +180,11 @@ def _required(config: Mapping[str, Any], name: str, file: Path) -> int:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigurationError(f"{file}: must be a regular file; download it again")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file}: not a readable JSON file ({error}); download it again") from error
     if not isinstance(value, dict):
         raise ConfigurationError(f"{file}: must hold a JSON object, got {type(value).__name__}; download it again")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import RolloutBatch
-from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
+from megatron_support.rollouts.raw_rows import check_file, json_rows, parquet_rows
 from megatron_support.rollouts.readers import megatron_bank, nemo_rl, prime_rl, skyrl, slime, torch_file
 from megatron_support.rollouts.readers.common import Assumptions, NonFinite, Reading
 from megatron_support.rollouts.validation import batch_of_rows
@@ -69,6 +69,7 @@ def read_dump(
         raise RolloutError(f"{path}: no such file or folder; give the path of a dump")
     if not os.access(path, os.R_OK):
         raise RolloutError(f"{path}: cannot read it (permission denied); give a readable file")
+    check_file(path)
     content = _torch_content(path, format)
     name = format or _detect(path, content)
     reading = _reading(name, path, content, assumptions)

@@ -54,7 +54,7 @@ def read_run(path: str | Path) -> RunFiles:
         RolloutError: the last step's rollouts are damaged.
     """
     folder = _run_folder(Path(path).expanduser())
-    recipe_text = _optional(folder / RECIPE, lambda text: text) or ""
+    recipe_text = _read(folder / RECIPE) if (folder / RECIPE).exists() else ""
     recipe = _optional(folder / RECIPE, yaml.safe_load) or {}
     rollouts = folder / ROLLOUTS
     return RunFiles(
@@ -96,6 +96,8 @@ def _optional(path: Path, parse: Callable[[str], Any]) -> Any:
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would block
+        raise ConfigurationError(f"{path}: must be a regular file; give a run folder that can be read")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,6 +106,9 @@ def _read(path: Path) -> str:
 
 def _parsed(place: str, parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return parse(text)
-    except (ValueError, yaml.YAMLError) as error:
+        value = parse(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"must be a mapping of fields, got {type(value).__name__}")
+        return value
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{place}: damaged ({error}); take it away, or make the run again") from None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.training.progress import format_duration
 from megatron_support.training.report.histogram import histogram
@@ -34,7 +35,21 @@ def run_page(path: str | Path) -> str:
 
 
 def run_data(run: RunFiles) -> dict[str, Any]:
-    """Everything the page shows, as plain values."""
+    """Everything the page shows, as plain values.
+
+    Raises:
+        ConfigurationError: a file of the run lacks a field, or holds another kind of value there.
+    """
+    try:
+        return _run_data(run)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{run.path}: a file of it was written by another program or is damaged ({type(error).__name__}: {error}); "
+            "make the run again"
+        ) from error
+
+
+def _run_data(run: RunFiles) -> dict[str, Any]:
     rollouts, window = run.rollouts, _window(run.recipe)
     return {
         "title": run.path.name,
