@@ -175,7 +175,8 @@ def disk_rows(samples: Samples, warmup: int, end: dict[str, int]) -> list[list[s
     most = {name: max([size, *(look.get(name, 0) for look in samples.disk)]) for name, size in end.items()}
     kib = lambda size: f"{size / 1024:,.0f}"
     rows = [[name, kib(first.get(name, 0)), kib(most[name]), kib(size)] for name, size in end.items()]
-    return [*rows, ["all", *(kib(sum(side.values())) for side in (first, most, end))]]
+    total = [sum(side.values()) for side in (first, *samples.disk, end)]
+    return [*rows, ["all", *(kib(size) for size in (total[0], max(total), total[-1]))]]
 
 
 def main() -> int:
