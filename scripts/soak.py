@@ -186,7 +186,8 @@ def main() -> int:
     ranks, end = run(options)
     if options.samples is not None:
         options.samples.write_text(json.dumps([asdict(samples) for samples in ranks]))
-    print(f"{machine()}\n\n{options.steps:,} steps, {options.ranks} ranks, {options.warmup} of them to warm up.\n")
+    steps = len(ranks[0].wall)
+    print(f"{machine()}\n\n{options.ranks} ranks, {steps:,} steps, {options.warmup} of them to warm up.\n")
     rows, faults = [], []
     for rank, samples in enumerate(ranks):
         found, wrong = compare(samples, options.warmup)
