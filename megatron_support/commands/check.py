@@ -34,7 +34,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--recipe", metavar="RECIPE", help="check this recipe's model, loss, sampling and layout instead"
     )
-    parser.add_argument("overrides", nargs="*", metavar="FIELD.SUB=VALUE", help="fields to set instead of the recipe's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="FIELD.SUB=VALUE", help="fields to set instead of the recipe's"
+    )
     parser.add_argument("--own-layout", action="store_true", help="the recipe's own layout, and no other that fits")
     parser.add_argument("--full", action="store_true", help="every combination of layout, loss and microbatches")
     parser.add_argument("--json", metavar="FILE", help="write the table there too")

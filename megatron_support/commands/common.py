@@ -24,6 +24,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # else argparse calls it required, where RECIPE alone is missing
         metavar="FIELD.SUB=VALUE",
         help="fields to set instead of the recipe's, e.g. optimizer.lr=1.0e-5",
     )

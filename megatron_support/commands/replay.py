@@ -24,10 +24,13 @@ def add(commands: Commands) -> None:
         "current log-probabilities: the folder of a run, or a file completed by 'score --role current'. A number that "
         "must be finite and is not is named by sample and token.",
     )
-    parser.add_argument("file", metavar="FILE", help="a rollout file, or the folder of a run")
+    parser.add_argument(
+        "file", metavar="FILE", help="a rollout file, a run folder, or a folder of them: then its newest run"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="FIELD.SUB=VALUE",
         help="fields to set, e.g. loss.surrogate.clip_high=0.28; without a recipe: of loss, advantages, minibatches",
     )
@@ -49,13 +52,14 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_support.rollouts.files import read_rollouts
-    from megatron_support.training.folder import RECIPE, ROLLOUTS
+    from megatron_support.training.folder import RECIPE, ROLLOUTS, newest_run
     from megatron_support.training.replay import replay
     from megatron_support.training.replay_table import print_comparison, print_replay
 
     named, changes = _split(options.compare or [])
     path, recipe_path = Path(options.file), options.recipe
     if path.is_dir():
+        path = path if (path / ROLLOUTS).is_file() else newest_run(path)
         recipe_path = recipe_path or str(path / RECIPE)
         path = path / ROLLOUTS
     first, recipe = _configuration(recipe_path, options.overrides)

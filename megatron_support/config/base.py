@@ -62,9 +62,11 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
     kind, context, value = details["type"], details.get("ctx", {}), details.get("input")
     name = ".".join(str(part) for part in _without_tags(path, root))
     if kind == "extra_forbidden":
-        fields = list(_model_at(root, path[:-1]).model_fields)
+        model = _model_at(root, path[:-1])
+        fields = list(model.model_fields)
         close = difflib.get_close_matches(str(path[-1]), fields, n=1)
-        remedy = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(fields)}"
+        close = close or [name.removesuffix(str(path[-1])) + place for place in _places(str(path[-1]), model)]
+        remedy = f"did you mean '{close[0]}'?" if len(close) == 1 else f"use one of: {', '.join(fields)}"
         return f"{name}: unknown field; {remedy}"
     if kind == "missing":
         return f"{name}: required and missing; add it"
@@ -85,6 +87,15 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{name}: {message}" if name else message
     rule = details["msg"].removeprefix("Input should be ").removeprefix("Input ")
     return f"{name}: must be {rule}, got {value!r}; change it to fit"
+
+
+def _places(name: str, model: type[BaseModel], parent: str = "") -> list[str]:
+    """Dotted paths of every field of that name: where one was meant that is written without its parents."""
+    found = [parent + name] if name in model.model_fields else []
+    for field, info in model.model_fields.items():
+        for inner in _models_in(info.annotation):
+            found += _places(name, inner, f"{parent}{field}.")
+    return list(dict.fromkeys(found))
 
 
 def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:

@@ -111,7 +111,8 @@ def _world_errors(parallel: ParallelConfig, world_size: int) -> list[str]:
         "parallel: tensor x pipeline x context = "
         f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {model} "
         f"must divide the number of ranks, got {world_size}; "
-        f"start a multiple of {model} ranks (torchrun --nproc-per-node {model}) or lower one of them"
+        f"start a multiple of {model} ranks (--ranks {model}, or torchrun --nproc-per-node {model}) "
+        "or lower one of them"
     ]
 
 

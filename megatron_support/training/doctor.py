@@ -44,7 +44,7 @@ def examine() -> list[Finding]:
 def print_findings(findings: list[Finding], console: Console) -> None:
     table = Table(box=None)
     for heading in ("", "state", "found", "remedy"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # a path or a command is of no use cut off
     for finding in findings:
         style = _STYLES[finding.state]
         table.add_row(

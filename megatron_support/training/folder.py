@@ -142,6 +142,22 @@ class RunFolder:
             self._wandb = WandbRun(self._recipe, self.path)
 
 
+def newest_run(path: Path) -> Path:
+    """``path`` where it is a run folder, else the newest run in it.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if (path / METRICS).is_file():
+        return path
+    runs = sorted(path.glob(f"*/{METRICS}"), key=lambda file: file.stat().st_mtime) if path.is_dir() else []
+    if not runs:
+        raise ConfigurationError(
+            f"{path}: not a run folder, it has no {METRICS}; give the folder that training named in its last lines"
+        )
+    return runs[-1].parent
+
+
 def ended_since(recipe: Recipe, since: float) -> bool:
     """Whether a run of this name has ended, at its last step or by a signal, with everything saved.
 

@@ -102,4 +102,4 @@ def _token_table(rows: list[TokenRow], text_of: Callable[[int], str], others: li
 
 
 def _number(value: float | None, digits: int = 6) -> str:
-    return "" if value is None else f"{value:.{digits}g}"
+    return "" if value is None else f"{value + 0.0:.{digits}g}"  # + 0.0: no -0

@@ -66,7 +66,7 @@ def test_a_replay_of_a_run_reports_what_its_last_step_reported(overrides, tmp_pa
     assert compared == pytest.approx({name: reported[name] for name in compared}, rel=2e-5, abs=2e-7)
     assert bool((found.gradient[found.view.excluded] == 0).all()), "an excluded token has no gradient"
     assert bool((found.gradient[~found.rollouts.response_mask] == 0).all())
-    printed = run(1, tmp_path, "replay", folder)
+    printed = run(1, tmp_path, "replay", folder.parent)  # a folder of runs: the newest
     assert f"{found.loss:.6g}" in printed and "Worst token of 8 samples, by ratio" in printed
 
 

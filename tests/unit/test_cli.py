@@ -129,6 +129,14 @@ def test_tasks_are_listed(capsys):
     assert "3+4= -> 7" in lines[0]
 
 
+@pytest.mark.parametrize(("command", "missing"), [("train", "RECIPE"), ("replay", "FILE")])
+def test_a_missing_file_is_asked_for_and_nothing_else(command, missing, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
+
+
 def test_no_command_shows_the_usage(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])

@@ -105,6 +105,11 @@ def test_required_fields_are_named(field):
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"optimiser": {"lr": 1.0}}, "optimiser: unknown field; did you mean 'optimizer'?"),
     "misspelt inside": ({"train.microbatch.max_token": 1}, "train.microbatch.max_token: unknown field; did you mean"),
+    "without its parent": ({"steps": 2}, "steps: unknown field; did you mean 'train.steps'?"),
+    "without one of two": (
+        {"train.max_tokens": 2},
+        "train.max_tokens: unknown field; did you mean 'train.microbatch.max_",
+    ),
     "no name near": ({"parallel.zzz": 2}, "parallel.zzz: unknown field; use one of: tensor, pipeline, "),
     "in a union": (
         {"rollouts.promts_per_step": 2},

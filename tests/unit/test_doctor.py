@@ -38,6 +38,13 @@ def test_transformer_engine_is_for_gpus_alone(installed, gpus, state, remedy, mo
     assert finding.state == state and remedy in finding.remedy
 
 
+def test_no_remedy_is_cut_off_on_a_narrow_terminal():
+    out = Console(file=io.StringIO(), width=80)
+    print_findings([Finding(item="a", state="missing", value="x" * 50, remedy="z" * 60)], out)
+    shown = out.file.getvalue()
+    assert (shown.count("x"), shown.count("z")) == (50, 60)
+
+
 def test_the_table_ends_with_whether_a_run_can_start(monkeypatch, capsys):
     out = Console(file=io.StringIO(), width=120)
     broken = [Finding(item="torch", state="broken", remedy="pip install torch")]

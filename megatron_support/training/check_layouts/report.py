@@ -71,7 +71,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(table)
     differing = sum(not row.ok for row in report.rows)
     console.print(
-        f"{len(report.rows)} steps, {differing} differ from one process; gradient: largest difference relative to the "
+        f"{len(report.rows)} step{'s' if len(report.rows) > 1 else ''}, {differing} differ from one process; "
+        "gradient: largest difference relative to the "
         f"tensor's largest entry (up to {GRADIENT_TOLERANCE:.0e}); logprob: largest difference "
         f"(up to {LOGPROB_TOLERANCE:.0e}); support: tokens inside for one and outside for the other",
         highlight=False,

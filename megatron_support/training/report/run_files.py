@@ -21,6 +21,7 @@ from megatron_support.training.folder import (
     SUMMARY,
     TOKEN_TEXT,
     TOKENS,
+    newest_run,
 )
 
 
@@ -53,7 +54,7 @@ def read_run(path: str | Path) -> RunFiles:
         ConfigurationError: there is no run in it, or a file of it is damaged.
         RolloutError: the last step's rollouts are damaged.
     """
-    folder = _run_folder(Path(path).expanduser())
+    folder = newest_run(Path(path).expanduser())
     recipe_text = _read(folder / RECIPE) if (folder / RECIPE).exists() else ""
     recipe = _optional(folder / RECIPE, yaml.safe_load) or {}
     rollouts = folder / ROLLOUTS
@@ -68,17 +69,6 @@ def read_run(path: str | Path) -> RunFiles:
         text=_optional(folder / TOKEN_TEXT, json.loads) or {},
         rollouts=read_rollouts(rollouts) if rollouts.exists() else None,
     )
-
-
-def _run_folder(path: Path) -> Path:
-    if (path / METRICS).is_file():
-        return path
-    runs = sorted(path.glob(f"*/{METRICS}"), key=lambda file: file.stat().st_mtime) if path.is_dir() else []
-    if not runs:
-        raise ConfigurationError(
-            f"{path}: not a run folder, it has no {METRICS}; give the folder that training named in its last lines"
-        )
-    return runs[-1].parent
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
