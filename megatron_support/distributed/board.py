@@ -102,7 +102,7 @@ class _Board:
 
     def post(self, error: Exception) -> Post | None:
         """Post an exception unless there is a post; returns the post there is. None where the store is gone."""
-        own = Post(rank=dist.get_rank(), kind=_kind(error), message=str(error))
+        own = Post(rank=dist.get_rank(), kind=_kind(error), message=_text(error))
         try:
             if self._store.add(f"{self._key}/count", 1) == 1:
                 self._store.set(f"{self._key}/post", json.dumps(vars(own)))
@@ -139,6 +139,13 @@ def _watch(board: _Board, stop: threading.Event, grace: float) -> None:
         sys.stderr.write(f"rank {dist.get_rank()} ends: rank {posted.rank} has failed: {posted.message}\n")
         sys.stderr.flush()
         os._exit(_STUCK)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - a user's exception whose own __str__ fails
+        return f"{type(error).__name__}, whose text cannot be made ({type(broken).__name__})"
 
 
 def _kind(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -30,12 +32,15 @@ def validate_layout(architecture: Architecture | None, parallel: ParallelConfig,
         raise ConfigurationError("\n".join(errors))
 
 
-def initialize_parallel(parallel: ParallelConfig, world_size: int | None = None) -> ParallelGroups:
+def initialize_parallel(
+    parallel: ParallelConfig, world_size: int | None = None, *, timeout: timedelta = timedelta(minutes=30)
+) -> ParallelGroups:
     """Make Megatron's process groups for a layout. Collective; torch.distributed must be up.
 
     Args:
         parallel: the layout.
         world_size: number of ranks; None for what torch.distributed says.
+        timeout: longest wait of one collective of these groups.
 
     Returns:
         This rank's groups.
@@ -56,6 +61,7 @@ def initialize_parallel(parallel: ParallelConfig, world_size: int | None = None)
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
     return current_groups()
 

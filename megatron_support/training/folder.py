@@ -185,10 +185,11 @@ def _cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+    for line in path.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # no UTF-8, no JSON, no object, no step
+            text = line.decode("utf-8")
+            if text.endswith("\n") and json.loads(text)["step"] <= step:
+                kept.append(text)
     replace_file(path, "".join(kept))
 
 

@@ -108,9 +108,12 @@ def _of_this_launch(run: Path) -> bool:
 
 
 def _continues(recipe: Recipe, run: Path) -> bool:
-    try:
-        found = Recipe.from_dict(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ConfigurationError, TypeError):
+    path = run / RECIPE
+    try:  # another run's file may hold anything, and must not stop this one
+        found = Recipe.from_dict(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError):  # ConfigurationError is a ValueError
+        return False
+    if found is None:
         return False
     resume = recipe.checkpoint.resume
     if resume != "auto" and found.checkpoint.resume != resume:

@@ -71,10 +71,11 @@ def score(recipe: Recipe, path: str, output: str, role: str, console: Console) -
     Raises:
         ConfigurationError, RolloutError: on every rank with the same message. ``output`` is then as it was.
     """
-    with running_host(recipe.device, timeout=timedelta(minutes=recipe.timeout_minutes)) as host, one_error():
+    timeout = timedelta(minutes=recipe.timeout_minutes)
+    with running_host(recipe.device, timeout=timeout) as host, one_error():
         rollouts = decide_together(lambda: check_scoring(recipe, path, dist.get_world_size()), device=host.device)
         decide_together(lambda: _check_output(output), device=host.device)
-        groups = initialize_parallel(recipe.parallel)
+        groups = initialize_parallel(recipe.parallel, timeout=timeout)
         model = build_model(recipe.model, recipe.parallel, groups, seed=recipe.seed)
         checkpoint = {"reference": recipe.reference.checkpoint, "teacher": recipe.teacher.checkpoint}.get(role)
         if checkpoint is not None:

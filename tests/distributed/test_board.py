@@ -58,6 +58,27 @@ def test_sys_exit_on_one_rank_is_an_error_on_all():
     assert (own, own_spoken) == (RuntimeError, False) and "called sys.exit(0)" in own_message
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def fails_without_a_text(rank, world):
+    try:
+        with one_error(grace=5.0):
+            if rank == 1:
+                raise Unspeakable
+            dist.all_reduce(torch.ones(1))
+    except Exception as found:
+        dist.destroy_process_group()
+        return str(found) if rank == 0 else type(found).__name__
+
+
+def test_an_exception_without_a_text_is_posted_too():
+    peer, own = run_ranks(2, fails_without_a_text, timeout=60)
+    assert (peer, own) == ("rank 1: Unspeakable, whose text cannot be made (KeyError)", "Unspeakable")
+
+
 def sleeps(rank, world):
     with one_error(grace=1.0):
         if rank == 1:

@@ -52,6 +52,22 @@ def test_an_exception_in_a_users_function_on_one_rank_ends_all(where, layout, tm
     assert "ranks without a result: [1]" in str(caught.value), "the other has ended by itself, quietly"
 
 
+def train_asleep(rank, world, folder, overrides):
+    if rank == world - 1:
+        actor.surrogate_loss = lambda *args, **kwargs: time.sleep(600)
+    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_hangs_ends_all_after_the_timeout(layout, tmp_path):
+    """Its peer waits in one of Megatron's own groups, and times out there; the sleeper is ended by its watcher."""
+    runs.recipe(tmp_path)
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"exit codes \[1, (70|-9)\]"):
+        run_ranks(2, train_asleep, tmp_path, [*LAYOUTS[layout], "timeout_minutes=0.1"], timeout=120)
+    assert time.monotonic() - start < LONGEST
+
+
 def with_nan(*args, step, **kwargs):
     """Rollouts whose engine reports NaN for one response token of the third step."""
     rollouts = make_rollouts(*args, step=step, **kwargs)

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 import tempfile
 
 import pytest
@@ -16,7 +17,8 @@ from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import read_rollouts
 from megatron_support.training.exclusions import Exclusions, count_exclusions
-from megatron_support.training.folder import RunFolder
+from megatron_support.training.folder import RunFolder, _cut
+from megatron_support.training.resume import _continues
 from megatron_support.training.summary import Summary, print_summary
 
 OUT = -math.inf
@@ -184,3 +186,24 @@ def test_the_report_ends_with_the_rewards_and_names_exclusions_and_files(tmp_pat
     # exp(-5) and exp(-inf): the least likely token first
     row = next(line for line in lines if "'[2]'" in line)
     assert row.split() == ["1", "a", "2", "2", "'[2]'", "previous", "0.00000", "0.00674"]
+
+
+def test_a_continued_run_keeps_the_whole_lines_up_to_its_step_alone(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 1}\n{"step": 2}\n'
+    file.write_bytes(whole + b'[1]\n"text"\n{"loss": 1}\n\xff\xfe\n{"step": 3}\n{"step": 2, "lo')
+    _cut(file, 2)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00", b"[" * 5000, b"- 1\n", b"name: other\n", None],
+    ids=["bytes", "deep", "list", "other", "pipe"],
+)
+def test_a_run_with_a_damaged_recipe_is_no_run_to_go_on_with(tmp_path, content):
+    if content is None:
+        os.mkfifo(tmp_path / "recipe.yaml")
+    else:
+        (tmp_path / "recipe.yaml").write_bytes(content)
+    assert not _continues(recipe(tmp_path), tmp_path)
