@@ -126,7 +126,11 @@ class _Board:
 def _store() -> Any:
     """A connection of our own: the main thread may be waiting on the other."""
     store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
+    kept = store
+    while isinstance(kept, dist.PrefixStore):
+        kept = kept.underlying_store
+    # every call opens the file anew, and a clone that cannot write into it when it goes would abort the process
+    return store if isinstance(kept, dist.FileStore) or not hasattr(store, "clone") else store.clone()
 
 
 def _watch(board: _Board, stop: threading.Event, grace: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     """The small recipe with its runs in a folder."""
     path = folder / "recipe.yaml"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(RECIPE))
+    part = folder / f".recipe-{os.getpid()}"  # ranks write it at the same time
+    part.write_text(yaml.safe_dump(RECIPE))
+    part.replace(path)
     return load_recipe(path, [f"logging.run_dir={folder / 'runs'}", *overrides])
 
 
