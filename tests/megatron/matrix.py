@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_support.config.recipe import ActorStepConfig
 from megatron_support.megatron.actor_step import ActorStep
+from megatron_support.megatron.faults import LeftOut
 from megatron_support.rollouts.batch import RolloutBatch
 from tests.megatron.actor_setup import KL_GSPO, make_rollouts, make_step
 from tests.megatron.layouts import Layout
@@ -133,7 +134,9 @@ def run_steps(rank: int, world: int, setup: dict[str, Any], configs: dict[Any, d
         )
         packing = step.config.microbatch.layout
         if packing in filled:  # previous and reference pass and advantages know nothing of the loss
-            metrics = step._update(filled[packing])[0].compute()
+            sequences = torch.arange(filled[packing].num_sequences)
+            found, _, _ = step._minibatch(filled[packing], sequences, LeftOut("raise", len(sequences)))
+            metrics = found.compute()
         else:
             result = step.step(mixed_rollouts())
             filled[packing], metrics = result.rollouts, result.metrics

@@ -15,7 +15,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def _loop() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.S) if "ActorStep(" in code)
     return block
 
 
