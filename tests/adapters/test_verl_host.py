@@ -41,6 +41,7 @@ def verl():
     from verl.workers.engine.megatron import transformer_impl
     from verl.workers.utils import losses
 
+    unregister("verl")  # where the package is installed, its entry point has registered on import
     return SimpleNamespace(
         core=core_algos,
         workers=engine_workers,
