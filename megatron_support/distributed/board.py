@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_support.distributed.errors import error_like, kind_of
@@ -23,10 +24,6 @@ _POLL_SECONDS = 0.5
 _HEAD_START_SECONDS = 0.5
 _STUCK = 70
 """Exit code of a rank that could not be told in any other way (EX_SOFTWARE)."""
-
-
-_BLOCKS = itertools.count()
-"""Every block has a post of its own; ranks enter blocks in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Post:
 
 
 @contextmanager
-def one_error(*, grace: float = 10.0) -> Iterator[None]:
+def one_error(*, device: torch.device | None = None, grace: float = 10.0) -> Iterator[None]:
     """Make the first exception of any rank that of all ranks, for the length of a ``with`` block.
 
     The first rank that fails posts its exception where the ranks have met (torch.distributed's store), and raises it. A
@@ -51,6 +48,7 @@ def one_error(*, grace: float = 10.0) -> Iterator[None]:
     torch.distributed must be up. With one rank it does nothing.
 
     Args:
+        device: one that the backend works on; None for the CPU.
         grace: seconds between a post and the end of a rank that does not notice.
 
     Raises:
@@ -60,7 +58,10 @@ def one_error(*, grace: float = 10.0) -> Iterator[None]:
     if dist.get_world_size() == 1:
         yield
         return
-    board = _Board(_store())
+    # a store may outlive ranks that a launcher starts again: a post is of this block of these ranks alone
+    block = torch.tensor([secrets.randbits(62)], device=device)
+    dist.broadcast(block, src=0)
+    board = _Board(_store(), int(block))
     stop = threading.Event()
     watcher = threading.Thread(target=_watch, args=(board, stop, grace), daemon=True, name="one_error")
     watcher.start()
@@ -96,9 +97,9 @@ def _exit_as_error() -> Iterator[None]:
 class _Board:
     """One post in a store that all ranks reach."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, block: int) -> None:
         self._store = store
-        self._key = f"megatron_support/error/{next(_BLOCKS)}"
+        self._key = f"megatron_support/error/{block}"
 
     def post(self, error: Exception) -> Post | None:
         """Post an exception unless there is a post; returns the post there is. None where the store is gone."""

@@ -287,14 +287,17 @@ class ActorStep:
         values = gather_logprobs(pieces, rollouts.tokens.numel(), self.groups, self.model.device, entropy=entropy)
         return {name: column for name, column in zip(CURRENT_COLUMNS, values, strict=True) if column is not None}
 
+    def _grad_norm(self) -> float:
+        """Global, before clipping; the same on every rank, so all of them go on or none."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
     def _apply(self, valid_tokens: int, left_out: LeftOut) -> MetricSet:
         """The optimizer step, skipped (and counted) where no rank holds a valid token, or the gradient has a fault."""
         rate = max(group["lr"] for group in self.optimizer.param_groups)
         applied, grad_norm = False, 0.0
         if valid_tokens > 0:
-            self.optimizer.prepare_grads()
-            # global, before clipping: the same on every rank, so all of them go on or none
-            grad_norm = float(self.optimizer.get_grad_norm())
+            grad_norm = self._grad_norm()
             if math.isfinite(grad_norm):
                 applied, _, _ = self.optimizer.step()
             else:

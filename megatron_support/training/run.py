@@ -50,7 +50,7 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
     """
     timeout = timedelta(minutes=recipe.timeout_minutes)
     signalled = StopSignals(enabled=recipe.checkpoint.every is not None)
-    with running_host(recipe.device, timeout=timeout) as host, one_error(), signalled as signals:
+    with running_host(recipe.device, timeout=timeout) as host, one_error(device=host.device), signalled as signals:
         checked = decide_together(lambda: check_recipe(recipe, dist.get_world_size()), device=host.device)
         groups = initialize_parallel(recipe.parallel, timeout=timeout)
         view = _LateView(on_phase)

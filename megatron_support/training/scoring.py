@@ -72,7 +72,7 @@ def score(recipe: Recipe, path: str, output: str, role: str, console: Console) -
         ConfigurationError, RolloutError: on every rank with the same message. ``output`` is then as it was.
     """
     timeout = timedelta(minutes=recipe.timeout_minutes)
-    with running_host(recipe.device, timeout=timeout) as host, one_error():
+    with running_host(recipe.device, timeout=timeout) as host, one_error(device=host.device):
         rollouts = decide_together(lambda: check_scoring(recipe, path, dist.get_world_size()), device=host.device)
         decide_together(lambda: _check_output(output), device=host.device)
         groups = initialize_parallel(recipe.parallel, timeout=timeout)

@@ -118,8 +118,9 @@ def watching(phases: Phases, step: ActorStep) -> Iterator[None]:
         watch(loss_function, "find_faults", LOSS)
         watch(actor_loss_module, "_diagnostics", METRICS)
         watch(actor_step, "minibatch_outcome", METRICS)
+        watch(actor_step, "check_same_rollouts", COLLECTIVES)
         watch(step_metrics, "reduce_metrics", COLLECTIVES)
-        watch(step, "_finite_grad_norm", NORM)
+        watch(step, "_grad_norm", NORM)
         watch(step.optimizer, "step", OPTIMIZER)
         watch(step.optimizer, "zero_grad", OPTIMIZER)
         for chunk in step.model.chunks:

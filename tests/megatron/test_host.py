@@ -55,6 +55,7 @@ def test_setting_up_twice_patches_once_and_restoring_puts_everything_back():
                 torch.zeros(1).type(),
             )
 
+        restore_host()  # another test may have left its process patched
         before = state()
         first = setup_host("cpu")
         patched = state()
