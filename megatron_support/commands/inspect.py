@@ -49,10 +49,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _text(recipe_path: str, tokens: list[int]) -> dict[int, str]:
     from megatron_support.config import load_recipe
-    from megatron_support.training.tasks import get_task
+    from megatron_support.training.tasks import task_of
     from megatron_support.training.token_text import plain_token_text
 
     recipe = load_recipe(recipe_path)
-    task = get_task(recipe.rollouts.task) if recipe.rollouts.type == "sampler" else None
-    text_of = plain_token_text(recipe.model.weights, task)
+    text_of = plain_token_text(recipe.model.weights, task_of(recipe))
     return {token: text_of(token) for token in tokens}

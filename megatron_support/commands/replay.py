@@ -104,10 +104,9 @@ def _configuration(recipe_path: str | None, overrides: Sequence[str]) -> tuple[R
 
 
 def _text(recipe: Recipe | None) -> Callable[[int], str]:
-    from megatron_support.training.tasks import get_task
+    from megatron_support.training.tasks import task_of
     from megatron_support.training.token_text import token_text
 
     if recipe is None:
         return lambda token: ""
-    task = get_task(recipe.rollouts.task) if recipe.rollouts.type == "sampler" else None
-    return token_text(recipe.model.weights, task)
+    return token_text(recipe.model.weights, task_of(recipe))

@@ -44,12 +44,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        tree = OmegaConf.create(_inherited(path, _Reading(path)))
         assignments = [_assignment(override) for override in overrides]
-        for key, value in assignments:
-            OmegaConf.update(tree, key, value, merge=False, force_add=True)
-        check_interpolations(OmegaConf.to_container(tree, resolve=False))
-        data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
+        data = _assigned(_inherited(path, _Reading(path)), assignments)
     except RuleBroken as error:
         raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
@@ -64,14 +60,19 @@ def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:
         ConfigurationError: a bad assignment, or every broken rule of the schema at once.
     """
     try:
-        tree = OmegaConf.create()
-        for override in overrides:
-            key, value = _assignment(override)
-            OmegaConf.update(tree, key, value, merge=False, force_add=True)
-        data = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
-    except OmegaConfBaseException as error:
+        data = _assigned({}, [_assignment(override) for override in overrides])
+    except (RuleBroken, OmegaConfBaseException, RecursionError) as error:
         raise ConfigurationError(f"fields to set: {error}; correct them") from None
     return schema.from_dict(data, source="fields to set")
+
+
+def _assigned(fields: dict[str, Any], assignments: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Fields with some set anew, and every interpolation resolved."""
+    tree = OmegaConf.create(fields)
+    for key, value in assignments:
+        OmegaConf.update(tree, key, value, merge=False, force_add=True)
+    check_interpolations(OmegaConf.to_container(tree, resolve=False))
+    return cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
 
 
 class _Reading:

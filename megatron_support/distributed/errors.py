@@ -37,17 +37,14 @@ _KINDS: dict[str, type[Exception]] = {
 Result = TypeVar("Result")
 
 
-def decide_together(
-    function: Callable[[], Result], *, group: ProcessGroup | None = None, device: torch.device | None = None
-) -> Result:
+def decide_together(function: Callable[[], Result], *, device: torch.device | None = None) -> Result:
     """What each rank's function returns, or one error on all of them if it failed on any. Collective.
 
     For what may differ between machines, such as reading a file: the function itself must enter no collective.
 
     Args:
         function: called once on every rank.
-        group: None for all ranks.
-        device: one that the group's backend works on; None for the CPU.
+        device: one that the backend works on; None for the CPU.
 
     Raises:
         Exception: as :func:`raise_together`.
@@ -58,7 +55,7 @@ def decide_together(
         result = function()
     except Exception as found:  # noqa: BLE001 - the others must not wait for this rank
         error = found
-    raise_together(error, group or dist.group.WORLD, device)
+    raise_together(error, dist.group.WORLD, device)
     return cast("Result", result)
 
 

@@ -94,6 +94,8 @@ class LeftOut:
 
     def mask(self, rollouts: RolloutBatch) -> RolloutBatch:
         """The batch without the sequences that are left out in any of its terms."""
+        if not bool(self.sequences.any()):
+            return rollouts
         return rollouts.with_columns(sample_mask=rollouts.sample_mask & ~self.sequences)
 
     @property

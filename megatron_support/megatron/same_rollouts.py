@@ -36,7 +36,7 @@ def check_same_rollouts(
     Raises:
         RolloutError, LogprobFault: on every rank with the same message.
     """
-    if groups.world is None:
+    if groups.world_size == 1:
         return
     values = [getattr(rollouts, name) for name in _COLUMNS]
     kept = rollouts.support

@@ -133,6 +133,8 @@ def _describe(values: Tensor, plan: WindowPlan) -> list[Tensor]:
 
 
 def _as_code(levels: Tensor) -> Tensor:
+    # NaN: a row with a NaN or without a finite logit on this rank; its window does not matter, its outputs are NaN or
+    # come from the other ranks
     return (levels.nan_to_num(0.0).int() + _LOWEST_CODE).to(torch.int16)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import write_rollouts
+from megatron_support.training.files import replace_file, try_writing
 from megatron_support.training.run_lock import lock_file
 from megatron_support.training.tracking import WandbRun
 
@@ -51,8 +50,8 @@ class RunFolder:
             raise ConfigurationError(
                 f"logging.run_dir must be a folder, got {parent}: {nearest} is a file; choose another"
             )
-        try:  # permissions alone do not tell: root has all, and a read-only mount grants them
-            tempfile.TemporaryDirectory(dir=nearest).cleanup()
+        try:
+            try_writing(nearest)
         except OSError as error:
             raise ConfigurationError(
                 f"logging.run_dir must be a folder that can be written, got {parent} ({error.strerror}); choose another"
@@ -168,16 +167,6 @@ def ended_since(recipe: Recipe, since: float) -> bool:
     runs = Path(recipe.logging.run_dir).expanduser().glob(f"{recipe.name}-*")
     marks = [run / name for run in runs for name in (STOPPED, SUMMARY)]
     return any(mark.exists() and mark.stat().st_mtime >= since for mark in marks)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that is there whole or as it was before."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _cut(path: Path, step: int) -> None:

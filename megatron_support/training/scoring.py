@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ from megatron_support.megatron.weights import load_weights
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import write_rollouts
 from megatron_support.training.checks import check_scoring
+from megatron_support.training.files import try_writing, whole_file
 
 ROLES = {
     "previous": {"prev_logprobs": "filtered", "prev_logprobs_unfiltered": "unfiltered"},
@@ -89,7 +89,7 @@ def score(recipe: Recipe, path: str, output: str, role: str, console: Console) -
             logprobs=recipe.logprobs,
         )
         result = _score(rollouts, found, role, time.perf_counter() - start)
-        decide_together(lambda: _write_whole(output, result.rollouts) if groups.is_main else None, device=host.device)
+        decide_together(lambda: _write(output, result.rollouts) if groups.is_main else None, device=host.device)
         if groups.is_main:
             _say(result, role, output, console)
         return result
@@ -120,24 +120,20 @@ def _check_output(output: str) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigurationError(f"--output must end in .jsonl or .parquet, got {output}; rename it")
     try:
-        tempfile.TemporaryDirectory(dir=path.parent).cleanup()
+        try_writing(path.parent)
     except OSError as error:
         raise ConfigurationError(
             f"--output must be in a folder that can be written, got {output} ({error.strerror}); choose another"
         ) from None
 
 
-def _write_whole(output: str, rollouts: RolloutBatch) -> None:
-    """All or nothing: the file may be the one that was read."""
+def _write(output: str, rollouts: RolloutBatch) -> None:
     path = Path(output)
-    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     try:
-        write_rollouts(unfinished, rollouts)
-        unfinished.replace(path)
+        with whole_file(path) as unfinished:  # the file may be the one that was read
+            write_rollouts(unfinished, rollouts)
     except OSError as error:
         raise RolloutError(f"{path}: cannot write it ({error}); choose another --output") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _say(result: Score, role: str, output: str, console: Console) -> None:

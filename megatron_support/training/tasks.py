@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 
 PAD, BOS, EOS = 256, 257, 258
@@ -146,6 +147,15 @@ def get_task(name: str) -> Task:
     close = difflib.get_close_matches(name, _TASKS, n=1)
     remedy = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(sorted(_TASKS))}"
     raise ConfigurationError(f"rollouts.task must be a registered task, got {name!r}; {remedy}")
+
+
+def task_of(recipe: Recipe) -> Task | None:
+    """The task of a recipe that samples, None for one that reads files.
+
+    Raises:
+        ConfigurationError: there is none of its name.
+    """
+    return get_task(recipe.rollouts.task) if recipe.rollouts.type == "sampler" else None
 
 
 def registered_tasks() -> list[Task]:

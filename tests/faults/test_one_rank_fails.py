@@ -1,7 +1,5 @@
 """What one rank alone meets while it trains ends all ranks soon, with one message, through the command line."""
 
-import contextlib
-import io
 import math
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from megatron_support.__main__ import main
 from megatron_support.rollouts.files import read_rollouts
 from megatron_support.training import sources
 from megatron_support.training.sources import make_rollouts
+from tests.command_line import command
 from tests.faults import runs
 from tests.ranks import RanksFailed, run_ranks
 
@@ -20,10 +19,11 @@ LAYOUTS = {"DP2": [], "TP2": ["parallel.tensor=2"], "PP2": ["parallel.pipeline=2
 LONGEST = 45.0
 
 
-def command(folder: Path, *arguments: str) -> tuple[int, str]:
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        return main(list(map(str, arguments))), err.getvalue()
+def train(folder: Path, overrides: list[str]) -> tuple[int, str]:
+    """Exit code and errors of a run of the small recipe."""
+    arguments = ["train", "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides]
+    code, _, err = command(0, 1, folder, arguments)
+    return code, err
 
 
 def broken(*args, **kwargs):
@@ -37,7 +37,7 @@ def train_broken(rank, world, folder, where, overrides):
             actor.surrogate_loss = broken
         else:
             sources.make_rollouts = broken
-    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+    return train(folder, overrides)
 
 
 @pytest.mark.parametrize("where", ["surrogate", "reward"])
@@ -55,7 +55,7 @@ def test_an_exception_in_a_users_function_on_one_rank_ends_all(where, layout, tm
 def train_asleep(rank, world, folder, overrides):
     if rank == world - 1:
         actor.surrogate_loss = lambda *args, **kwargs: time.sleep(600)
-    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+    return train(folder, overrides)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,7 +79,7 @@ def with_nan(*args, step, **kwargs):
 
 def train_with_nan(rank, world, folder, overrides):
     sources.make_rollouts = with_nan
-    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+    return train(folder, overrides)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,7 +101,7 @@ def test_a_nan_is_named_with_its_step_and_its_samples_are_kept_for_replay(layout
 def train_with_nan_on_the_first(rank, world, folder, overrides):
     if rank == 0:
         sources.make_rollouts = with_nan
-    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}", *overrides)
+    return train(folder, overrides)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,7 +123,7 @@ def train_with_other_rewards(rank, world, folder):
         return rollouts.with_columns(rewards=rollouts.rewards + rank)
 
     sources.make_rollouts = noisy
-    return command(folder, "train", folder / "recipe.yaml", f"logging.run_dir={folder / 'runs'}")
+    return train(folder, [])
 
 
 def test_ranks_with_other_rollouts_are_found_out(tmp_path):

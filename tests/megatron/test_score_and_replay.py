@@ -1,9 +1,6 @@
 """``score`` writes a model's log-probabilities into a rollout file; ``replay`` recomputes a step's loss from one."""
 
-import contextlib
-import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,25 +8,20 @@ import torch
 import yaml
 
 from megatron_support.__main__ import main
+from megatron_support.commands.score import _ROLES
 from megatron_support.config import load_recipe
 from megatron_support.config.replay import ReplayConfig
 from megatron_support.rollouts import files
 from megatron_support.rollouts.files import read_rollouts, write_rollouts
 from megatron_support.training.replay import changed_tokens, replay, worst_tokens
+from megatron_support.training.scoring import ROLES
+from tests.command_line import command
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 ROLLOUTS = ROOT / "examples" / "data" / "swap_values.jsonl"
 FROM_FILE = [f"rollouts={{type: files, paths: [{ROLLOUTS}], sequences_per_step: 32}}", "train.steps=1"]
-
-
-def command(rank: int, world: int, folder: Path, arguments: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    os.chdir(folder)  # a forked rank has a working folder of its own
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
-    return code, out.getvalue(), err.getvalue()
 
 
 def run(world: int, folder: Path, *arguments: str) -> str:
@@ -107,6 +99,10 @@ def test_reference_and_teacher_have_no_filter_and_their_own_weights(role, scored
     run(1, tmp_path, "score", scored, *given, *with_checkpoint, "--role", role, "--output", "other.jsonl")
     other = getattr(read_rollouts(tmp_path / "other.jsonl"), found)
     assert not torch.equal(other, getattr(same, found)) and bool(torch.isfinite(other).all())
+
+
+def test_the_command_offers_every_role():
+    assert tuple(ROLES) == _ROLES
 
 
 REFUSED = {

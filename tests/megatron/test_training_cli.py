@@ -3,8 +3,6 @@
 Each case: every rank ends with exit code 2, one of them prints one message, nothing is written.
 """
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -14,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_support.__main__ import main
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.readers import read_dump
 from megatron_support.training import checks
+from tests.command_line import command
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +61,6 @@ def row(**changes) -> str:
 
 def without(field: str) -> str:
     return json.dumps({name: value for name, value in ROW.items() if name != field})
-
-
-def command(rank: int, world: int, folder: Path, arguments: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    os.chdir(folder)  # a forked rank has a working folder of its own
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
-    return code, out.getvalue(), err.getvalue()
 
 
 def expect_refusal(folder: Path, arguments: list[str], parts: list[str], world: int = 2) -> None:
