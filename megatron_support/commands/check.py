@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import positive
+from megatron_support.commands.common import positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -45,7 +45,6 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, on this rank of torchrun's or on forked ones."""
-    from megatron_support.config import load_recipe
     from megatron_support.errors import ConfigurationError
 
     if options.recipe is None and options.overrides:
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.own_layout and (options.recipe is None or options.full):
         raise ConfigurationError("--own-layout needs --recipe RECIPE and excludes --full; drop one of them")
-    recipe = None if options.recipe is None else load_recipe(options.recipe, options.overrides)
+    recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
     started = "TORCHELASTIC_RUN_ID" in os.environ
     if started and options.world is not None:
         raise ConfigurationError("--world forks ranks of its own, and torchrun has started some; drop --world")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import FAILURE, SUCCESS, positive, say, write_page
+from megatron_support.commands.common import FAILURE, SUCCESS, positive, read_recipe, say, write_page
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -48,10 +48,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _text(recipe_path: str, tokens: list[int]) -> dict[int, str]:
-    from megatron_support.config import load_recipe
     from megatron_support.training.tasks import task_of
     from megatron_support.training.token_text import plain_token_text
 
-    recipe = load_recipe(recipe_path)
+    recipe = read_recipe(recipe_path)
     text_of = plain_token_text(recipe.model.weights, task_of(recipe))
     return {token: text_of(token) for token in tokens}

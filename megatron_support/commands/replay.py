@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, positive
+from megatron_support.commands.common import SUCCESS, positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -93,13 +93,12 @@ def _name(recipe_path: str | None, overrides: Sequence[str]) -> str:
 
 
 def _configuration(recipe_path: str | None, overrides: Sequence[str]) -> tuple[ReplayConfig, Recipe | None]:
-    from megatron_support.config import load_recipe
     from megatron_support.config.load import load_fields
     from megatron_support.config.replay import ReplayConfig
 
     if recipe_path is None:
         return load_fields(ReplayConfig, overrides), None
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = read_recipe(recipe_path, overrides)
     return ReplayConfig(loss=recipe.loss, advantages=recipe.advantages, minibatches=recipe.train.minibatches), recipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, add_recipe, positive
+from megatron_support.commands.common import SUCCESS, add_recipe, positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -38,9 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Score."""
     from rich.console import Console
 
-    from megatron_support.config import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = read_recipe(options.recipe, options.overrides)
     if options.ranks is not None:
         from megatron_support.training.launch import launch
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, add_recipe, positive
+from megatron_support.commands.common import SUCCESS, add_recipe, positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -38,10 +38,9 @@ def run(options: argparse.Namespace) -> int:
     """Train."""
     from rich.console import Console
 
-    from megatron_support.config import load_recipe
     from megatron_support.errors import ConfigurationError
 
-    recipe = load_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
+    recipe = read_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
     if options.ranks is not None:
         from megatron_support.training.folder import ended_since
         from megatron_support.training.launch import launch

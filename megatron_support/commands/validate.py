@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, add_recipe, positive, say
+from megatron_support.commands.common import SUCCESS, add_recipe, positive, read_recipe, say
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -25,9 +25,8 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, and say what the recipe would train."""
-    from megatron_support.config import load_recipe
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = read_recipe(options.recipe, options.overrides)
     from megatron_support.megatron.host import setup_host
     from megatron_support.training.checks import check_recipe, smallest_world
 

@@ -21,18 +21,21 @@ class StrictModel(BaseModel):
     )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, source: str | None = None) -> Self:
+    def from_dict(
+        cls, data: Mapping[str, Any], *, source: str | None = None, context: Mapping[str, Any] | None = None
+    ) -> Self:
         """Validate ``data`` and report all errors at once.
 
         Args:
             data: nested mapping of plain values.
             source: where it came from (a file name), put in front of the message.
+            context: what validators may ask that the schema does not know.
 
         Raises:
             ConfigurationError: one line per error, each naming field, value, rule and remedy.
         """
         try:
-            return cls.model_validate(dict(data))
+            return cls.model_validate(dict(data), context=None if context is None else dict(context))
         except ValidationError as error:
             lines = [line for details in error.errors() for line in describe_errors(details, cls)]
             head = f"{source or cls.__name__}: {len(lines)} error{'s' if len(lines) > 1 else ''}"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_support.config.base import StrictModel
 from megatron_support.config.paths import absolute, allowed_folders, anchored, check_allowed
-from megatron_support.config.recipe import Recipe
+from megatron_support.config.recipe import BrokenRule, Recipe
 from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
 from megatron_support.errors import ConfigurationError
 
@@ -23,7 +23,7 @@ MAX_FILES = 64
 Schema = TypeVar("Schema", bound=StrictModel)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_task: BrokenRule | None = None) -> Recipe:
     """Read a recipe.
 
     Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. What a
@@ -37,6 +37,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             environment).
         overrides: ``loss.surrogate.clip_high=0.28``-like assignments, values in YAML syntax. A mapping replaces what
             was there.
+        check_task: which rule a name of a task breaks, e.g. :func:`megatron_support.training.tasks.unknown_task`; None:
+            tasks are registered later.
 
     Raises:
         ConfigurationError: unreadable file, bad YAML, a path that the recipe may not read, files that inherit in a
@@ -50,7 +52,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigurationError(f"{path}: not a valid recipe: {error}") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:  # OSError: a bare number
         raise ConfigurationError(f"{path}: not a valid recipe: {error}; fix the YAML") from None
-    return anchored(Recipe.from_dict(data, source=str(path)), path, [key for key, _ in assignments])
+    recipe = Recipe.from_dict(data, source=str(path), context={"task": check_task})
+    return anchored(recipe, path, [key for key, _ in assignments])
 
 
 def load_fields(schema: type[Schema], overrides: Sequence[str]) -> Schema:

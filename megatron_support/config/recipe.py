@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
 from megatron_support.config.advantages import Advantages, GRPOConfig
@@ -260,6 +261,10 @@ class FileRollouts(StrictModel):
     or its sample is masked."""
 
 
+BrokenRule = Callable[[str], str | None]
+"""Which rule a value breaks and the remedy, or None."""
+
+
 class SamplerRollouts(StrictModel):
     """Rollouts sampled by the model itself on a built-in verifiable task."""
 
@@ -272,6 +277,16 @@ class SamplerRollouts(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     weights_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the sampler's own copy of the weights; bfloat16 gives the mismatch a separate engine has."""
+
+    @field_validator("task")
+    @classmethod
+    def _registered(cls, task: str, info: ValidationInfo) -> str:
+        """Tasks are registered above this package; whoever loads a recipe says how to ask for them."""
+        check: BrokenRule | None = (info.context or {}).get("task")
+        broken = None if check is None else check(task)
+        if broken is not None:
+            raise ValueError(broken)
+        return task
 
 
 Rollouts = Annotated[FileRollouts | SamplerRollouts, Field(discriminator="type")]

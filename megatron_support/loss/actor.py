@@ -127,8 +127,9 @@ def actor_loss(
     kl = _kl(config, inputs, part)
     loss = _numerator(config, inputs, part, tokens.selection, surrogate, correction, kl) / divisor + tokens.fault
     if config.positive_nll_coef > 0:
-        nll, positive = _positive_nll(inputs, part, survivors=survivors)
-        given = positive if global_positive_tokens is None else global_positive_tokens
+        nll, before, after = _positive_nll(inputs, part)
+        own = torch.where(after > 0, after, before) if survivors else before
+        given = own if global_positive_tokens is None else global_positive_tokens
         loss = loss + config.positive_nll_coef * (nll / at_least_one(given))
     if kl is not None:
         loss = loss + kl.fault
@@ -334,14 +335,13 @@ def _numerator(
     return total
 
 
-def _positive_nll(inputs: TokenInputs, part: Participation, *, survivors: bool) -> tuple[Tensor, Tensor]:
-    """Sum of -log p over surviving tokens of samples with a positive reward, and the count that divides it."""
+def _positive_nll(inputs: TokenInputs, part: Participation) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of -log p over surviving tokens of samples with a positive reward; its tokens before and after exclusion."""
     assert inputs.rewards is not None
     positive = inputs.layout.to_tokens(inputs.rewards > 0)
     surviving = part.actor_mask & positive
     nll = -select(surviving, inputs.curr_logprobs).sum()
-    before, after = count(inputs.valid & positive), count(surviving)
-    return nll, torch.where(after > 0, after, before) if survivors else before
+    return nll, count(inputs.valid & positive), count(surviving)
 
 
 def _term_metrics(
@@ -371,8 +371,8 @@ def _term_metrics(
             Mean(total, num_sequences, per="sequence") if by_sequence else Mean(total, num_tokens, per="token")
         )
     if config.positive_nll_coef > 0:
-        nll, positive = _positive_nll(inputs, part, survivors=survivors)
-        metrics["positive_nll_loss"] = Mean(nll.detach(), positive, per="positive token")
+        nll, before, after = _positive_nll(inputs, part)
+        metrics["positive_nll_loss"] = Mean(nll.detach(), after if survivors else before, per="positive token")
     if inputs.entropy is not None and config.entropy_coef > 0:
         total = select(part.actor_mask, inputs.entropy.detach()).sum()
         metrics["entropy"] = Mean(total, num_tokens, per="token")

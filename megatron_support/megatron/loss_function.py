@@ -5,27 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_support.config.loss import ActorLossConfig
 from megatron_support.config.recipe import LogprobConfig
+from megatron_support.distributed.counts import global_counts
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.distributed.sequence_sum import sum_over_group
+from megatron_support.errors import ConfigurationError
 from megatron_support.loss import actor_loss, find_faults
 from megatron_support.megatron.head import StageOutput, batch_logprobs, run_chunk, support_metrics, uses_fused_head
 from megatron_support.megatron.minibatch import Minibatch
 from megatron_support.megatron.model_losses import (
     check_actor_loss,
     check_model,
+    counts_ahead,
     counts_survivors,
     has_auxiliary_losses,
 )
-from megatron_support.megatron.parts import ModelParts
+from megatron_support.megatron.parts import ModelParts, evaluating
 from megatron_support.megatron.scaling import loss_factor
-from megatron_support.metrics import MetricSet
+from megatron_support.megatron.schedule import run_schedule
+from megatron_support.metrics import Mean, MetricSet
 from megatron_support.types import LossOutput, TokenBatch, TokenLogprobs
 
 
@@ -43,6 +47,16 @@ class MicrobatchRecord:
     surviving_sequences: Tensor
     faults: Tensor
     """int64 scalar: current log-probabilities that must be finite and are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """Global counts that divide the loss; 1 each where it is left a sum."""
+
+    tokens: int
+    sequences: int
+    positive_tokens: int
+    """Divides the positive-sample NLL."""
 
 
 class MegatronActorLoss:
@@ -63,6 +77,11 @@ class MegatronActorLoss:
         minibatch: microbatches and global counts.
         groups: the ranks' layout.
         logprobs: chunking and ties.
+        denominators: of :func:`count_survivors`, for ``normalization: survivors``. None: the loss stays a sum, to be
+            divided when the last microbatch has been through.
+
+    Raises:
+        ConfigurationError: the configuration needs ``denominators``, or does not go with the model's own losses.
     """
 
     def __init__(
@@ -73,6 +92,7 @@ class MegatronActorLoss:
         minibatch: Minibatch,
         groups: ParallelGroups,
         logprobs: LogprobConfig | None = None,
+        denominators: Denominators | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -81,7 +101,8 @@ class MegatronActorLoss:
         self.logprobs = logprobs or LogprobConfig()
         self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
         self.per_token = bool(model.config.calculate_per_token_loss)
-        self.survivors = counts_survivors(config)
+        self.survivors = counts_survivors(config) and denominators is None
+        self.denominators = denominators or _denominators(config, minibatch)
         self.auxiliary = has_auxiliary_losses(model.config)
         check_model(model.config)
         check_actor_loss(config, model.config)
@@ -97,6 +118,22 @@ class MegatronActorLoss:
         batch = next(iterator)
         output = run_chunk(chunk, batch, fused=self.fused)
         return output.tensor, partial(self.loss_func, batch, output)
+
+    def count_step(self, iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
+        """``forward_step_func`` of a forward-only pass that counts survivors: int64 ``[3]``, tokens, sequences and
+        tokens of positive samples."""
+        batch = next(iterator)
+        output = run_chunk(chunk, batch, fused=self.fused)
+
+        def count(tensor: Tensor, non_loss_data: bool = True) -> Tensor:
+            parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.logprobs}
+            found = self.actor_loss(batch, batch_logprobs(output, batch, **parts), metrics="minimal")
+            nll = found.metrics["positive_nll_loss"]
+            assert isinstance(nll, Mean)
+            positive = torch.as_tensor(nll.count, device=tensor.device).long()
+            return torch.stack([found.surviving_tokens, found.surviving_sequences, positive])
+
+        return output.tensor, count
 
     def loss_func(self, batch: TokenBatch, output: StageOutput, tensor: Tensor) -> tuple[Any, ...]:
         """Megatron's ``loss_func`` for the last stage's output; ``tensor`` is ``output.tensor``, as Megatron passes it.
@@ -131,21 +168,20 @@ class MegatronActorLoss:
             return result.loss * self.minibatch.padded_tokens, tokens, record
         return result.loss * self.factor, record
 
-    def actor_loss(self, batch: TokenBatch, values: TokenLogprobs) -> LossOutput:
+    def actor_loss(
+        self, batch: TokenBatch, values: TokenLogprobs, *, metrics: Literal["full", "minimal"] = "full"
+    ) -> LossOutput:
         """This microbatch's part of the loss; divided by global counts, or a sum under ``survivors``."""
         context = self.groups.context
-
-        def divisor(count: int) -> int:
-            return 1 if self.survivors else count
-
         return actor_loss(
             self.config,
             **self.tensors(batch, values),
-            global_valid_tokens=divisor(self.minibatch.valid_tokens),
-            global_valid_sequences=divisor(self.minibatch.valid_sequences),
-            global_positive_tokens=divisor(self.minibatch.positive_tokens),
+            global_valid_tokens=self.denominators.tokens,
+            global_valid_sequences=self.denominators.sequences,
+            global_positive_tokens=self.denominators.positive_tokens,
             sequence_sum=None if context is None else partial(sum_over_group, group=context),
             counts_sequences=None if context is None else self.groups.context_rank == 0,
+            metrics=metrics,
         )
 
     def tensors(self, batch: TokenBatch, values: TokenLogprobs) -> dict[str, Any]:
@@ -174,6 +210,57 @@ class MegatronActorLoss:
     def survivor_count(self, record: MicrobatchRecord) -> Tensor:
         """The count that divides everything under ``survivors``: tokens or sequences, by the aggregation."""
         return record.surviving_tokens if self.config.denominator == "tokens" else record.surviving_sequences
+
+
+def _denominators(config: ActorLossConfig, minibatch: Minibatch) -> Denominators:
+    """Counts before exclusion, or 1 where the surviving ones are not known yet."""
+    if counts_ahead(config):
+        raise ConfigurationError(
+            "denominators must be given with loss.normalization survivors and loss.positive_nll_coef "
+            f"{config.positive_nll_coef}, got None: two counts divide the loss, which no division afterwards can; pass "
+            "count_survivors(config, ...)"
+        )
+    if counts_survivors(config):
+        return Denominators(tokens=1, sequences=1, positive_tokens=1)
+    return _before_exclusion(minibatch)
+
+
+def _before_exclusion(minibatch: Minibatch) -> Denominators:
+    return Denominators(
+        tokens=minibatch.valid_tokens, sequences=minibatch.valid_sequences, positive_tokens=minibatch.positive_tokens
+    )
+
+
+def count_survivors(
+    config: ActorLossConfig,
+    *,
+    model: ModelParts,
+    minibatch: Minibatch,
+    groups: ParallelGroups,
+    logprobs: LogprobConfig | None = None,
+) -> Denominators:
+    """What ``normalization: survivors`` divides by, counted in a forward-only pass over the minibatch.
+
+    One count can divide gradients afterwards, and needs no such pass. The positive-sample NLL has a second one.
+    Where nothing survived, a count before exclusion stands in. Arguments and errors as for :class:`MegatronActorLoss`.
+
+    Returns:
+        Counts over all ranks on the last pipeline stage, which alone computes a loss; those before exclusion elsewhere.
+    """
+    before = _before_exclusion(minibatch)
+    loss = MegatronActorLoss(
+        config, model=model, minibatch=minibatch, groups=groups, logprobs=logprobs, denominators=before
+    )
+    with torch.no_grad(), evaluating(model):
+        found = run_schedule(model, minibatch, loss.count_step, forward_only=True)
+    if not groups.is_last_stage:
+        return before
+    tokens, sequences, positive = global_counts(torch.stack(found).sum(0), groups.data_context).tolist()
+    return Denominators(
+        tokens=tokens or before.tokens,
+        sequences=sequences or before.sequences,
+        positive_tokens=positive or before.positive_tokens,
+    )
 
 
 def _detached(values: TokenLogprobs) -> TokenLogprobs:

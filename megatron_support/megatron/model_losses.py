@@ -20,6 +20,12 @@ def counts_survivors(loss: ActorLossConfig) -> bool:
     return loss.normalization == "survivors" and loss.denominator != "none"
 
 
+def counts_ahead(loss: ActorLossConfig) -> bool:
+    """Whether survivors must be counted before the step: the positive-sample NLL has a count of its own, and gradients
+    can be divided by one afterwards."""
+    return loss.normalization == "survivors" and loss.positive_nll_coef > 0
+
+
 def check_model(model: TransformerConfig) -> None:
     """Refuse multi-token prediction.
 

@@ -142,11 +142,19 @@ def get_task(name: str) -> Task:
     Raises:
         ConfigurationError: there is none of that name.
     """
+    broken = unknown_task(name)
+    if broken is not None:
+        raise ConfigurationError(f"rollouts.task {broken}")
+    return _TASKS[name]
+
+
+def unknown_task(name: str) -> str | None:
+    """Rule and remedy where no task has that name, else None."""
     if name in _TASKS:
-        return _TASKS[name]
+        return None
     close = difflib.get_close_matches(name, _TASKS, n=1)
     remedy = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(sorted(_TASKS))}"
-    raise ConfigurationError(f"rollouts.task must be a registered task, got {name!r}; {remedy}")
+    return f"must be a registered task, got {name!r}; {remedy}"
 
 
 def task_of(recipe: Recipe) -> Task | None:

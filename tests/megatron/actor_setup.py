@@ -71,6 +71,7 @@ def make_step(
     dtype: str = "float32",
     device: str = "cpu",
     transformer_impl: str = "auto",
+    keep_current: bool = False,
     **step: object,
 ) -> ActorStep:
     """Host, groups, model, optimizer and reference for this rank; torch.distributed is up already."""
@@ -96,4 +97,7 @@ def make_step(
     step_config = ActorStepConfig.from_dict(
         {"loss": loss or KL_GSPO, "microbatch": microbatch or {"max_tokens": 64}, "minibatches": 2, **step}
     )
-    return ActorStep(model, built, scheduler, step_config, groups=groups, reference=HostWeights(model.chunks))
+    reference = HostWeights(model.chunks)
+    return ActorStep(
+        model, built, scheduler, step_config, groups=groups, reference=reference, keep_current=keep_current
+    )

@@ -1,8 +1,11 @@
 """One actor step under any layout is the actor step of one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from megatron_support.loss import actor_loss
 from megatron_support.megatron.minibatch import prepare_minibatch
 from tests.megatron.actor_setup import KL_GSPO, make_rollouts, make_step
 from tests.ranks import run_ranks
@@ -47,6 +50,7 @@ LAYOUTS = {
 def _train(rank, world, setup):
     step = make_step(**setup)
     rollouts = make_rollouts()
+    rollouts = replace(rollouts, rewards=rollouts.rewards - 0.5)  # positive samples, and others
     history = []
     for _ in range(STEPS):
         result = step.step(rollouts)
@@ -121,6 +125,9 @@ SURVIVORS = {
     "nothing": KL_GSPO | {"normalization": "survivors", "aggregation": {"type": "token_sum"}},
     "tokens": KL_GSPO | {"normalization": "survivors"},
     "sequences": KL_GSPO | {"normalization": "survivors", "aggregation": {"type": "sequence_mean"}},
+    "two_counts": KL_GSPO | {"normalization": "survivors", "positive_nll_coef": 0.5},
+    "positive_tokens": KL_GSPO
+    | {"normalization": "survivors", "aggregation": {"type": "token_sum"}, "positive_nll_coef": 0.5},
 }
 
 
@@ -139,6 +146,36 @@ def test_survivors_divide_by_one_global_count(survivors_in_one_process, count, p
     for history, _ in run_ranks(2, _train, setup):
         for step, other in zip(expected, history, strict=True):
             assert {k: other[k] for k in SAME} == pytest.approx({k: step[k] for k in SAME}, rel=2e-5, abs=1e-7)
+
+
+def _step_and_whole_batch(rank, world, loss):
+    step = make_step(loss=loss, minibatches=1, microbatch={"max_tokens": 40}, keep_current=True)
+    rollouts = make_rollouts()
+    result = step.step(replace(rollouts, rewards=rollouts.rewards - 0.5))
+    whole = result.rollouts
+    expected = actor_loss(
+        step.config.loss,
+        curr_logprobs=whole.curr_logprobs,
+        curr_logprobs_unfiltered=whole.curr_logprobs_unfiltered,
+        prev_logprobs=whole.prev_logprobs,
+        generation_logprobs=whole.generation_logprobs,
+        reference_logprobs=whole.reference_logprobs,
+        advantages=whole.advantages,
+        response_mask=whole.response_mask,
+        sequence_ids=whole.sequence_ids,
+        sample_mask=whole.sample_mask,
+        rewards=whole.rewards,
+    )
+    return result.metrics, float(expected.loss), expected.metrics.compute()
+
+
+@pytest.mark.parametrize("count", SURVIVORS)
+def test_loss_of_microbatches_is_that_of_the_whole_batch(count):
+    """Two counts divide the loss where positive samples have a term of their own."""
+    ((found, loss, metrics),) = run_ranks(1, _step_and_whole_batch, SURVIVORS[count])
+    assert found["loss"] == pytest.approx(loss, rel=2e-5)
+    if "positive_nll_coef" in SURVIVORS[count]:
+        assert found["positive_nll_loss"] == pytest.approx(metrics["positive_nll_loss"], rel=2e-5)
 
 
 def test_survivors_differ_from_rollout_counts(one_process, survivors_in_one_process):
