@@ -155,7 +155,8 @@ def find_verl() -> Contestant | str:
             logprobs = logprobs_from_logits(logits, targets)
         else:
             _megatron_groups()
-            entropy = vocab_parallel_entropy(logits) if work.entropy else None
+            # its engine clones: the log-probabilities destroy the logits that the entropy saved
+            entropy = vocab_parallel_entropy(logits.clone()) if work.entropy else None
             logprobs = vocab_parallel_log_probs_from_logits(logits.unsqueeze(1), targets.unsqueeze(1))
         return logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum()
 
