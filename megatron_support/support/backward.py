@@ -22,7 +22,7 @@ from megatron_support.support.replay import ReplayedSets
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, shift, split_rows
 from megatron_support.support.vocabulary import VocabularyShard
 
-_WRITTEN_AT_ONCE = 1 << 14
+_WRITTEN_AT_ONCE = 1 << 15
 """Candidates whose gradients are worked out at a time, which bounds the memory for them."""
 
 
