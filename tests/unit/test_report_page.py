@@ -181,7 +181,9 @@ def test_histograms():
         "edges": [0.0, 0.25, 0.5, 0.75, 1.0],
         "counts": [1, 1, 0, 1],
     }
-    assert histogram(torch.tensor([2.0, 2.0]))["counts"] == [2]
+    one_value = histogram(torch.tensor([2.0, 2.0]), bins=4)
+    assert one_value["counts"] == [0, 0, 2, 0, 0]
+    assert one_value["edges"][2] < 2 < one_value["edges"][3]
     assert histogram(torch.tensor([])) is None
     far = torch.cat([torch.linspace(0, 1, 998), torch.tensor([-50.0, 90.0])])
     cut = histogram(far, bins=10, cut=0.01)

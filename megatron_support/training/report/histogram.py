@@ -30,7 +30,7 @@ def histogram(values: Tensor, *, bins: int = 40, cut: float = 0.0) -> dict[str, 
         edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
     else:
         room = abs(low) * 0.05 or 0.5
-        edges = torch.tensor([low - room, low + room], dtype=torch.float64)
+        edges = torch.linspace(low - room, low + room, 2 * (bins // 2) + 2, dtype=torch.float64)  # in the middle of one
     inside = ordered.clamp(float(edges[0]), float(edges[-1]))
     places = (torch.bucketize(inside, edges, right=True) - 1).clamp(0, len(edges) - 2)
     return {"edges": edges.tolist(), "counts": torch.bincount(places, minlength=len(edges) - 1).tolist()}

@@ -58,13 +58,16 @@ function padded([low, high], zero = false) {
 
 // The frame of a chart: axes with ticks and labels, and functions from values to pixels.
 function frame(width, { x, y, xLabel, yLabel, percent, xTicks, xFormat, height = HEIGHT, label }) {
-  const inner = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+  const yTicks = niceTicks(y[0], y[1], 4).map((tick) => ({ tick, text: number(tick, percent) }));
+  const longest = Math.max(0, ...yTicks.map(({ text }) => text.length));
+  const left = Math.max(MARGIN.left, 7 * longest + 24); // beside the label of the axis
+  const inner = { left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
   const sx = (value) => inner.left + (value - x[0]) / (x[1] - x[0] || 1) * (inner.right - inner.left);
   const sy = (value) => inner.bottom - (value - y[0]) / (y[1] - y[0] || 1) * (inner.bottom - inner.top);
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label || "" });
-  for (const tick of niceTicks(y[0], y[1], 4)) {
+  for (const { tick, text } of yTicks) {
     root.append(svg("line", { class: "gridline", x1: inner.left, x2: inner.right, y1: sy(tick), y2: sy(tick) }));
-    root.append(svg("text", { x: inner.left - 7, y: sy(tick) + 4, "text-anchor": "end" }, number(tick, percent)));
+    root.append(svg("text", { x: inner.left - 7, y: sy(tick) + 4, "text-anchor": "end" }, text));
   }
   root.append(svg("line", { class: "axis", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
   for (const tick of xTicks || niceTicks(x[0], x[1], Math.max(3, Math.floor(width / 90)))) {
