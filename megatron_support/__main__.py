@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -32,10 +33,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         _say(error)
         return FAILURE
+    except (OSError, ValueError) as error:
+        unusable = _unusable_path(error)
+        if unusable is None:
+            raise
+        _say(unusable)
+        return BAD_INPUT
     except PeerError:
         return FAILURE
     except KeyboardInterrupt:
         return 130
+
+
+def _unusable_path(error: OSError | ValueError) -> ConfigurationError | None:
+    """A message where the operating system takes no such name for a file, whichever command opened it."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigurationError(
+            f"a path must be a name that the system takes, got {str(error.filename)[:40]!r}... of "
+            f"{len(str(error.filename))} characters ({error.strerror}); give a shorter one"
+        )
+    if "embedded null byte" in str(error) or "embedded null character" in str(error):
+        return ConfigurationError("a path must hold no null character, and one that was given does; take it out")
+    return None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -61,8 +61,13 @@ def write_page(path: Path, page: str, argument: str) -> None:
     """Write an HTML page.
 
     Raises:
-        ConfigurationError: the folder is missing or cannot be written; ``argument`` named it.
+        ConfigurationError: the folder is missing or cannot be written, or no file is there but a folder or a pipe;
+            ``argument`` named it.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(
+            f"{argument} must be a file that can be written, got {path}, which is none; give another"
+        )
     try:
         path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:

@@ -13,7 +13,7 @@ from megatron_support.config.advantages import Advantages, GRPOConfig
 from megatron_support.config.base import StrictModel
 from megatron_support.config.loss import ActorLossConfig
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

@@ -213,6 +213,11 @@ def _damage_named(folder: Path) -> Iterator[None]:
         yield
     except CheckpointingException:
         raise
+    except AttributeError as error:  # a path that is looked at (0.16), or JSON of another shape (0.19)
+        raise ConfigurationError(
+            f"{folder}: the checkpoint is damaged or incomplete ({_COMMON} or metadata.json is missing or not what it "
+            "should be); take an earlier one, or load it with the Megatron-Core that wrote it"
+        ) from error
     # torch's CheckpointException is no Exception, and holds the tracebacks of all ranks
     except (CheckpointException, pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
@@ -222,16 +227,19 @@ def _damage_named(folder: Path) -> Iterator[None]:
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
-    if not (folder / _COMMON).is_file():
-        raise ConfigurationError(f"{folder}: the checkpoint is incomplete, it has no {_COMMON}; take an earlier one")
+    """What is not sharded: a file of its own before Megatron-Core 0.19, an object among the shards since."""
     try:
         with _damage_named(folder):
-            common = dist_checkpointing.load_common_state_dict(str(folder))
+            return dist_checkpointing.load_common_state_dict(str(folder))
+    except (CheckpointingException, KeyError) as error:
+        raise ConfigurationError(
+            f"{folder}: the checkpoint is incomplete, it has no {_COMMON}; take an earlier one, or load it with the "
+            "Megatron-Core that wrote it"
+        ) from error
     except RuntimeError as error:  # a zip file that was cut off
         raise ConfigurationError(
             f"{folder}: the checkpoint is damaged, {_COMMON} cannot be read; take an earlier one"
         ) from error
-    return common
 
 
 def _checkpoint_folder(path: Path) -> Path:

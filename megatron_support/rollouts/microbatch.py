@@ -54,8 +54,9 @@ def build_microbatch(
         cu_seqlens = None
         segments = torch.full((rows,), width)
     whole = _lay_out(rollouts, indices, lengths, starts, total)
-    mine = whole[:, context_positions(segments, context_size, context_rank)]
-    source, target, position, sequence = mine
+    if context_size > 1:
+        whole = whole[:, context_positions(segments, context_size, context_rank)]
+    source, target, position, sequence = whole
     has_target = target >= 0
     shape = (rows, width // context_size)
     return TokenBatch(

@@ -22,6 +22,9 @@ from megatron_support.support.replay import ReplayedSets
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, shift, split_rows
 from megatron_support.support.vocabulary import VocabularyShard
 
+_WRITTEN_AT_ONCE = 1 << 14
+"""Candidates whose gradients are worked out at a time, which bounds the memory for them."""
+
 
 @dataclass(frozen=True)
 class Upstream:
@@ -151,8 +154,11 @@ def _write_sparse(
     out: Tensor,
 ) -> None:
     """Write the kept logits' gradients of rows ``entries``, all of them listed."""
-    found = sparse_gradient(support, entries, targets, upstream, shard)
-    out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
+    assert support.candidates is not None
+    step = max(1, _WRITTEN_AT_ONCE // max(1, support.candidates.values.shape[1]))
+    for some in entries.split(step):
+        found = sparse_gradient(support, some, targets, upstream, shard)
+        out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
 
 
 @dataclass(frozen=True)

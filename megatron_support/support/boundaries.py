@@ -21,7 +21,7 @@ from megatron_support.support.statistics import Statistics
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.support.windows import Windows
 
-_SELECTED_AT_ONCE = 1 << 20
+_SELECTED_AT_ONCE = 1 << 14
 """Candidates, of all ranks, handled at a time, which bounds the memory for their float64 masses."""
 
 

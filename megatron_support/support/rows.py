@@ -15,7 +15,7 @@ _LOG2_E_SINGLE = 1.44269502162933349609375
 _MOST_OFFSET = 8192.0
 """Of larger maxima, the offset's rounding would overflow or hide the exponent."""
 
-_CHUNK_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS = 1 << 18
 """Elements of one chunk per CPU thread: the chunk and one buffer of its size fit the second and third level caches."""
 
 _DEVICE_CHUNK_ELEMENTS = 1 << 26

@@ -27,7 +27,7 @@ from megatron_support.training.environment import describe_environment
 from megatron_support.training.folder import CHECKPOINT, RunFolder
 from megatron_support.training.history import History
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
-from megatron_support.training.resume import Start, find_start, launch_id
+from megatron_support.training.resume import Start, changed_fields, find_start, launch_id
 from megatron_support.training.stop import StopSignals
 from megatron_support.training.summary import Summary, print_summary
 from megatron_support.training.token_text import plain_token_text, token_text
@@ -64,6 +64,8 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
             say(note)
         if start.checkpoint is not None:
             say(f"goes on after step {done} of {start.checkpoint}")
+            for line in changed_fields(recipe, start.checkpoint):
+                say(f"  with another {line}")
         disk = Disk(recipe, groups, host.device, say)
         checkpoints = Checkpoints(recipe, training, disk, folder.path, start=done if start.run else 0)
         checkpoints.check()

@@ -143,7 +143,10 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(tmp_path):
 def test_a_path_is_a_run_or_a_checkpoint_of_one(tmp_path):
     folder, _ = stopped(tmp_path, ["checkpoint.keep_last=null"], SignalAt("update", 5), world=1)
     assert names(folder) == ["latest", "step_2", "step_4", "step_5"]
-    text = run_ranks(1, runs.run, tmp_path, [f"checkpoint.resume={folder / 'checkpoints' / 'step_2'}"])[0]
+    changed = [f"checkpoint.resume={folder / 'checkpoints' / 'step_2'}", "timeout_minutes=7", "logging.progress=off"]
+    text = run_ranks(1, runs.run, tmp_path, changed)[0]
+    lines = [line for line in text.splitlines() if "with another" in line]
+    assert len(lines) == 1 and lines[0].startswith("  with another timeout_minutes: ") and lines[0].endswith("-> 7.0")
     assert "goes on after step 2" in text
     branch = next(path for path in (tmp_path / "runs").iterdir() if path != folder)
     assert [line["step"] for line in metrics(branch)] == [3, 4, 5, 6]

@@ -216,7 +216,7 @@ BAD_RECIPES = {
     ),
     "no such task": (
         ["rollouts={type: sampler, task: sorte, prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 4}"],
-        ["rollouts.task must be a registered task, got 'sorte'; did you mean 'sort'?"],
+        ["rollouts.task: must be a registered task, got 'sorte'; did you mean 'sort'?"],
     ),
     "vocabulary too small for the task": (
         [

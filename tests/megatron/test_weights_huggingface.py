@@ -146,6 +146,7 @@ def _copy(folder, target, **changes):
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             r"rope_type must be default or llama3, got 'yarn'",
         ),
+        ({"hidden_size": 2**70}, r"config.json: 1 error\n  hidden_size: must be less than or equal to 2147483647"),
         ({"num_hidden_layers": None}, r"config.json: num_hidden_layers must be an integer >= 1, got None"),
         ({"num_hidden_layers": 5}, r"9 missing: model.layers.4.input_layernorm.weight, .*, \.\.\.; use a complete"),
         ({"num_hidden_layers": 3}, r"9 not of this architecture: model.layers.3"),

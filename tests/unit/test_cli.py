@@ -1,6 +1,7 @@
 """The command line on recipes that are wrong in themselves: one message, exit code 2, nothing written."""
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from megatron_support.__main__ import _parse, main
+from megatron_support.commands.common import write_page
+from megatron_support.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,8 +94,34 @@ BAD = {
     "not a mapping": ("- 1\n- 2\n", [], ["recipe.yaml", "a recipe is a mapping of fields"]),
     "not YAML": ("a: [1\n", [], ["recipe.yaml", "not a valid recipe"]),
     "a reference to nowhere": (GOOD, ["seed='${nowhere}'"], ["recipe.yaml", "nowhere"]),
+    "a size beyond any machine": (
+        GOOD,
+        [f"model.architecture.hidden_size={2**70}"],
+        ["model.architecture.hidden_size: must be less than or equal to 2147483647", f"got {2**70}"],
+    ),
     "two at once": (GOOD, ["train.steps=0", "optimizer.lr=-1"], ["2 errors", "train.steps:", "optimizer.lr:"]),
 }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["validate", "{}"], ["convert", "{}", "out.parquet"], ["inspect", "{}"], ["replay", "{}"], ["report", "{}"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_paths_that_no_system_takes(arguments, capsys):
+    for path in ("a" * 5000, "a\0b", "a" * 5000 + ".jsonl", "a\0b.parquet"):
+        assert main([argument.format(path) for argument in arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+
+
+def test_a_page_goes_to_a_file_and_nowhere_else(tmp_path):
+    """Opening a pipe that nobody reads would wait for ever."""
+    pipe = tmp_path / "pipe.html"
+    os.mkfifo(pipe)
+    for target in (pipe, tmp_path):
+        with pytest.raises(ConfigurationError, match="--html must be a file that can be written"):
+            write_page(target, "<html></html>", "--html")
 
 
 @pytest.mark.parametrize("command", ["train", "validate"])

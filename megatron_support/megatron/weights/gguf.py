@@ -160,18 +160,18 @@ def _architecture(reader: Any, path: Path) -> Architecture:
     scaling = _field(reader, f"{kind}.rope.scaling.type", "none")
     if scaling != "none":
         raise ConfigurationError(f"{path}: rope.scaling.type must be none, got {scaling!r}; use a model without it")
-    architecture = Architecture(
-        **sizes,
-        vocab_size=int(names[EMBEDDING].shape[1]),
-        num_query_groups=_field(reader, f"{kind}.attention.head_count_kv") or sizes["num_attention_heads"],
-        head_dim=_field(reader, f"{kind}.attention.key_length"),
-        max_sequence_length=_field(reader, f"{kind}.context_length", 2048),
-        norm_epsilon=_field(reader, f"{kind}.attention.layer_norm_rms_epsilon", 1e-5),
-        rope_base=_field(reader, f"{kind}.rope.freq_base", 10000.0),
-        tie_embeddings=OUTPUT not in names,
-        qkv_bias=layer_name(0, "self_attn.q_proj.bias") in names,
-        qk_norm=layer_name(0, "self_attn.q_norm.weight") in names,
-    )
+    sizes |= {
+        "vocab_size": int(names[EMBEDDING].shape[1]),
+        "num_query_groups": _field(reader, f"{kind}.attention.head_count_kv") or sizes["num_attention_heads"],
+        "head_dim": _field(reader, f"{kind}.attention.key_length"),
+        "max_sequence_length": _field(reader, f"{kind}.context_length", 2048),
+        "norm_epsilon": _field(reader, f"{kind}.attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_base": _field(reader, f"{kind}.rope.freq_base", 10000.0),
+        "tie_embeddings": OUTPUT not in names,
+        "qkv_bias": layer_name(0, "self_attn.q_proj.bias") in names,
+        "qk_norm": layer_name(0, "self_attn.q_norm.weight") in names,
+    }
+    architecture = Architecture.from_dict(sizes, source=str(path))
     rotary = _field(reader, f"{kind}.rope.dimension_count", head_dim(architecture))
     if rotary != head_dim(architecture):
         raise ConfigurationError(
