@@ -28,6 +28,7 @@ setup(
         "rich>=13",
         "tensorboard>=2.14",
         "matplotlib>=3.8",
+        "psutil>=5.9",  # Megatron-Core's checkpoint writers, which name no dependency
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.0"],

@@ -92,6 +92,8 @@ def _be_quiet() -> None:
     for module in ("torch", "megatron"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
         logging.getLogger(module).setLevel(logging.ERROR)
+    # torch names the caller, and on the CPU its calls go through a mode of ours
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron_support\.megatron\.host$")
 
 
 def _say(error: Exception) -> None:

@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     started = "TORCHELASTIC_RUN_ID" in os.environ
     if started and options.world is not None:
         raise ConfigurationError("--world forks ranks of its own, and torchrun has started some; drop --world")
+    from megatron_support.config.layout import smallest_world
     from megatron_support.training.check_layouts.run import Request, check_forked, check_started
-    from megatron_support.training.checks import smallest_world
 
     request = Request(recipe=recipe, full=options.full, own_layout=options.own_layout, json_path=options.json)
     if started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,25 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     from megatron_support.training.tasks import unknown_task
 
     return load_recipe(path, overrides, check_task=unknown_task)
+
+
+def check_ranks(recipe: Recipe, ranks: int | None) -> None:
+    """Check a recipe's layout against the ranks that will run it; none of the slow imports.
+
+    Weights that carry their own architecture are read later. So is everything under torchrun, whose ranks check
+    together: one that ends early would have the launcher end the others before they have said why.
+
+    Args:
+        recipe: what will run.
+        ranks: how many are started here; None for those of torchrun, or this one alone.
+
+    Raises:
+        ConfigurationError: every broken rule of the layout.
+    """
+    from megatron_support.config.layout import validate_layout
+
+    if ranks is not None or "WORLD_SIZE" not in os.environ:
+        validate_layout(recipe.model.architecture, recipe.parallel, ranks or 1)
 
 
 def positive(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_support.commands.common import SUCCESS, say
@@ -26,8 +27,11 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Export."""
+    from megatron_support.training.saved import find_checkpoint
+
+    checkpoint = find_checkpoint(Path(options.path).expanduser())  # before the slow imports
     from megatron_support.training.export import export_checkpoint
 
-    checkpoint = export_checkpoint(options.path, options.out)
+    export_checkpoint(checkpoint, options.out)
     say(f"{options.out}: weights of {checkpoint}")
     return SUCCESS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, add_recipe, positive, read_recipe
+from megatron_support.commands.common import SUCCESS, add_recipe, check_ranks, positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     recipe = read_recipe(options.recipe, options.overrides)
+    check_ranks(recipe, options.ranks)
     if options.ranks is not None:
         from megatron_support.training.launch import launch
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from megatron_support.commands.common import SUCCESS, add_recipe, positive, read_recipe
+from megatron_support.commands.common import SUCCESS, add_recipe, check_ranks, positive, read_recipe
 
 if TYPE_CHECKING:
     from megatron_support.commands.common import Commands
@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
     from megatron_support.errors import ConfigurationError
 
-    recipe = read_recipe(options.recipe, options.overrides)  # before the slow imports: a typing error answers at once
+    # before the slow imports: a typing error, or a layout that does not fit, answers at once
+    recipe = read_recipe(options.recipe, options.overrides)
+    check_ranks(recipe, options.ranks)
     if options.ranks is not None:
         from megatron_support.training.folder import ended_since
         from megatron_support.training.launch import launch

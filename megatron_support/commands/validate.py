@@ -25,13 +25,15 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, and say what the recipe would train."""
+    from megatron_support.config.layout import smallest_world, validate_layout
 
     recipe = read_recipe(options.recipe, options.overrides)
+    ranks = options.ranks or smallest_world(recipe)
+    validate_layout(recipe.model.architecture, recipe.parallel, ranks)  # before the slow imports
     from megatron_support.megatron.host import setup_host
-    from megatron_support.training.checks import check_recipe, smallest_world
+    from megatron_support.training.checks import check_recipe
 
     setup_host(recipe.device)
-    ranks = options.ranks or smallest_world(recipe)
     checked = check_recipe(recipe, ranks)
     say(f"{options.recipe}: valid on {ranks} rank{'s' if ranks > 1 else ''}")
     architecture = checked.architecture

@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_support.config.layout import head_dim, query_groups, validate_layout
 from megatron_support.config.recipe import Architecture, ModelConfig, ParallelConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.attention import EagerCoreAttention
 from megatron_support.megatron.host import seed_generators, setup_host
-from megatron_support.megatron.parallel import head_dim, query_groups, validate_layout
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.rope import rotary_frequencies
 from megatron_support.megatron.weights import load_weights, model_architecture

@@ -16,8 +16,7 @@ from megatron_support.megatron.weights.names import tensor_shapes
 from megatron_support.training.build import Training
 from megatron_support.training.disk import Disk
 from megatron_support.training.files import replace_file
-from megatron_support.training.folder import CHECKPOINTS
-from megatron_support.training.resume import STEP, checkpoints_of
+from megatron_support.training.saved import CHECKPOINTS, STEP, checkpoints_of
 
 LATEST = "latest"
 

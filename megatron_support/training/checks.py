@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_support.config.layout import validate_layout
 from megatron_support.config.recipe import Architecture, FileRollouts, Recipe, SamplerRollouts
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.forward import with_support_mode
 from megatron_support.megatron.minibatch import check_truncation, token_multiples
-from megatron_support.megatron.parallel import validate_layout
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import concatenate, read_rollouts
@@ -87,12 +86,6 @@ def check_scoring(recipe: Recipe, path: str | Path, world_size: int) -> RolloutB
     with_support_mode(rollouts, recipe.logprobs)
     _check_lengths(recipe, architecture, world_size, rollouts.lengths, rollouts.sample_ids)
     return rollouts
-
-
-def smallest_world(recipe: Recipe) -> int:
-    """The least number of ranks that a recipe runs on."""
-    parallel = recipe.parallel
-    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
 
 
 def _read(config: FileRollouts, architecture: Architecture) -> tuple[RolloutBatch, tuple[str, ...]]:

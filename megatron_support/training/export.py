@@ -9,14 +9,13 @@ import torch
 import yaml
 
 from megatron_support.config.recipe import MegatronWeights, ModelConfig, ParallelConfig, Recipe
-from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.checkpoint import read_saved_model
 from megatron_support.megatron.host import running_host
 from megatron_support.megatron.model import build_model
 from megatron_support.megatron.parallel import initialize_parallel
 from megatron_support.megatron.weights.export import export_huggingface
-from megatron_support.training.folder import CHECKPOINT, RECIPE
-from megatron_support.training.resume import is_checkpoint, newest_checkpoint
+from megatron_support.training.folder import RECIPE
+from megatron_support.training.saved import find_checkpoint
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
@@ -50,22 +49,6 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
         export_huggingface(build_model(config, layout, groups, seed=0), folder)
     _copy_tokenizer(checkpoint, folder)
     return checkpoint
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    found = path if is_checkpoint(path) else newest_checkpoint(path)
-    if found is None and is_checkpoint(path / CHECKPOINT):
-        found = path / CHECKPOINT
-    if found is None:
-        raise ConfigurationError(
-            f"{path}: must be a checkpoint, or a run folder with one; train with checkpoint.every or train.save_final"
-        )
-    return found
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_support.training.run_lock import lock_file
 from megatron_support.training.tracking import WandbRun
 
 RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
-ROLLOUTS, CHECKPOINT, CHECKPOINTS = "rollouts_last_step.jsonl", "checkpoint", "checkpoints"
+ROLLOUTS = "rollouts_last_step.jsonl"
 STOPPED = "stopped.json"
 TOKENS, TOKEN_TEXT, ENVIRONMENT = "tokens.jsonl", "token_text.json", "environment.json"
 

@@ -13,10 +13,10 @@ import yaml
 
 from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
-from megatron_support.training.folder import CHECKPOINTS, ENVIRONMENT, RECIPE, SUMMARY
+from megatron_support.training.folder import ENVIRONMENT, RECIPE, SUMMARY
 from megatron_support.training.run_lock import is_locked
+from megatron_support.training.saved import is_checkpoint, newest_checkpoint
 
-STEP = "step_"
 # what may differ between a run and its continuation
 _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
 
@@ -59,24 +59,6 @@ def find_start(recipe: Recipe) -> Start:
             "correct the path"
         )
     return Start(checkpoint=path)
-
-
-def checkpoints_of(run: Path) -> list[tuple[int, Path]]:
-    """Step and folder of the whole checkpoints of a run, oldest first."""
-    folders = (run / CHECKPOINTS).glob(f"{STEP}*")
-    steps = [(folder.name.removeprefix(STEP), folder) for folder in folders if is_checkpoint(folder)]
-    return sorted((int(step), folder) for step, folder in steps if step.isdecimal())
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The last whole checkpoint of a run."""
-    found = checkpoints_of(run)
-    return found[-1][1] if found else None
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint: ``metadata.json`` is the last file that is written."""
-    return (folder / "metadata.json").is_file()
 
 
 def _unfinished(recipe: Recipe) -> Path | None:

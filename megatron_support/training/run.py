@@ -24,10 +24,11 @@ from megatron_support.training.checkpoints import Checkpoints
 from megatron_support.training.checks import CheckedRecipe, check_recipe
 from megatron_support.training.disk import Disk
 from megatron_support.training.environment import describe_environment
-from megatron_support.training.folder import CHECKPOINT, RunFolder
+from megatron_support.training.folder import RunFolder
 from megatron_support.training.history import History
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
 from megatron_support.training.resume import Start, changed_fields, find_start, launch_id
+from megatron_support.training.saved import CHECKPOINT
 from megatron_support.training.stop import StopSignals
 from megatron_support.training.summary import Summary, print_summary
 from megatron_support.training.token_text import plain_token_text, token_text

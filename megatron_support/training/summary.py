@@ -13,7 +13,8 @@ from rich.table import Table
 
 from megatron_support.config.recipe import Recipe
 from megatron_support.training.exclusions import ExcludedToken, Exclusions
-from megatron_support.training.folder import CHECKPOINT, METRICS, ROLLOUTS, TENSORBOARD
+from megatron_support.training.folder import METRICS, ROLLOUTS, TENSORBOARD
+from megatron_support.training.saved import CHECKPOINT
 
 _SOURCES = {
     "previous": "outside the trainer's support before the step",

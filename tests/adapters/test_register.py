@@ -213,7 +213,7 @@ def test_doctor_lists_hosts(host, monkeypatch, capsys):
     assert re.search(r"slime +ok +1\.2\.3", capsys.readouterr().out)
     use(monkeypatch, ALL, module="no_such_host")
     main(["doctor"])
-    assert re.search(r"slime +not used +not importable +see its guide", capsys.readouterr().out)
+    assert re.search(r"slime +not used +not importable\s+-> see its guide", capsys.readouterr().out)
     assert host.function() == "original"
 
 

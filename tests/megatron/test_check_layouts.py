@@ -1,5 +1,6 @@
 """``megatron-support check``: layouts agree with one process, and a broken scaling factor is found."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_support.__main__ import main
 from megatron_support.config.recipe import MicrobatchConfig, ParallelConfig
@@ -20,6 +22,7 @@ from megatron_support.training.check_layouts.compare import Row, compare
 from megatron_support.training.check_layouts.layouts import Budgets, cases_of, layouts_that_fit
 from megatron_support.training.check_layouts.measure import Measurement
 from megatron_support.training.check_layouts.problem import budgets_of, own_problem
+from megatron_support.training.check_layouts.report import Report, print_report
 from megatron_support.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -238,3 +241,20 @@ def test_each_difference_is_named(changes, problem):
     assert compare(row, measurement(), measurement(**changes), mask).problems == (problem,)
     if "logprobs" in changes:
         assert compare(row, measurement(), measurement(**changes), torch.zeros_like(mask)).ok
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, False), (140, True)])
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(width, shown):
+    rows = (
+        Row(layout="PP2 VPP2 DP2 DistOpt", batch="padded 4096", loss_name="recipe", loss=0.5, gradient_difference=0.0,
+            logprob_difference=0.0, support_differs=0),
+        Row(layout="TP2", batch="packed 28", loss_name="token", problems=("gradient of a[0]: 0.3",)),
+    )  # fmt: skip
+    out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    counts = {"sequences": 2, "response_tokens": 4, "excluded_tokens": 1, "boundary_tokens": 0}
+    print_report(Report(world=2, model="m", rows=rows, **counts), out)
+    text = out.file.getvalue()
+    assert "PP2 VPP2 DP2 DistOpt  padded 4096" in text and "DIFFERS" in text and "…" not in text
+    assert "TP2, packed 28, token: gradient of a[0]: 0.3\n" in text
+    assert ("seconds" in text) == ("+0.500000" in text) == shown
+    assert max(map(len, text.splitlines())) <= width

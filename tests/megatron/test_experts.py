@@ -3,13 +3,12 @@
 import pytest
 import torch
 
+from megatron_support.config.layout import smallest_world, validate_layout
 from megatron_support.config.recipe import Architecture, ParallelConfig, Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.actor_step import ActorStep
 from megatron_support.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_support.megatron.forward import compute_logprobs
-from megatron_support.megatron.parallel import validate_layout
-from megatron_support.training.checks import smallest_world
 from tests.megatron.actor_setup import MODEL, make_rollouts, make_step
 from tests.megatron.matrix import STILL, TOLERANCE, difference, loss_of, run_steps
 from tests.megatron.tiny import parameter_gradients, tiny_model, tokens, whole_logits

@@ -2,9 +2,10 @@
 
 import pytest
 
+from megatron_support.config.layout import validate_layout
 from megatron_support.config.recipe import ParallelConfig
 from megatron_support.errors import ConfigurationError
-from megatron_support.megatron.parallel import destroy_parallel, initialize_parallel, validate_layout
+from megatron_support.megatron.parallel import destroy_parallel, initialize_parallel
 from tests.megatron.tiny import TINY
 from tests.ranks import run_ranks
 

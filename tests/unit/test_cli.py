@@ -173,12 +173,26 @@ def test_no_command_shows_the_usage(capsys):
     assert "usage: megatron-support" in capsys.readouterr().err
 
 
-def test_a_bad_recipe_is_refused_before_anything_slow_is_imported():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.yaml"], "cannot read the recipe"),
+        (["train", "configs/quickstart.yaml"], "must divide the number of ranks, got 1"),
+        (["train", "configs/quickstart.yaml", "--ranks", "3"], "must divide the number of ranks, got 3"),
+        (["train", "configs/quickstart.yaml", "--ranks", "3", "parallel.tensor=3"], "num_attention_heads 4, got 3"),
+        (["score", "x.jsonl", "configs/quickstart.yaml", "--output", "y.jsonl"], "the number of ranks, got 1"),
+        (["validate", "configs/quickstart.yaml", "--ranks", "3"], "must divide the number of ranks, got 3"),
+        (["export", "configs", "out"], "configs: must be a checkpoint, or a run folder with one"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_anything_slow_is_imported(arguments, message):
     program = (
-        "import sys; from megatron_support.__main__ import main; code = main(['train', 'nowhere.yaml']);"
-        "sys.exit(code if 'torch' not in sys.modules else 99)"
+        f"import sys; from megatron_support.__main__ import main; code = main({arguments!r});"
+        "sys.exit(99 if {'torch', 'megatron.core'} & set(sys.modules) else code)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True).returncode == 2
+    alone = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -66,3 +66,8 @@ def test_lock_holds_all_that_setup_asks_for(setup_arguments):
         if not version or version not in requirement.specifier:
             unmet.append(str(requirement))
     assert unmet == [], "run scripts/lock.sh"
+
+
+def test_setup_asks_for_what_checkpoints_need(setup_arguments):
+    """Megatron-Core's forked writers use psutil and do not ask for it: without it they die, and the rank hangs."""
+    assert "psutil" in {Requirement(line).name for line in setup_arguments["install_requires"]}

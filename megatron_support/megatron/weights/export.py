@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_support.config.layout import head_dim, query_groups
 from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
-from megatron_support.megatron.parallel import head_dim, query_groups
 from megatron_support.megatron.parts import ModelParts
 from megatron_support.megatron.weights.huggingface import INDEX, SINGLE
 from megatron_support.megatron.weights.sharding import whole_tensors

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_support.config.layout import head_dim, query_groups
 from megatron_support.config.recipe import Architecture, MixtureOfExperts
-from megatron_support.megatron.parallel import head_dim, query_groups
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

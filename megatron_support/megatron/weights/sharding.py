@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_support.config.layout import head_dim, query_groups
 from megatron_support.config.recipe import Architecture
 from megatron_support.distributed.groups import ParallelGroups
-from megatron_support.megatron.parallel import head_dim, query_groups
 from megatron_support.megatron.weights.names import EMBEDDING, FINAL_NORM, OUTPUT, layer_name, tensor_shapes
 from megatron_support.megatron.weights.source import WeightSource
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,11 @@ from megatron_support.training.check_layouts.compare import (
     Row,
 )
 
+_HEADINGS: dict[str, Literal["left", "right"]] = {
+    **dict.fromkeys(("layout", "microbatch", "step"), "left"),
+    **dict.fromkeys(("loss", "gradient", "logprob", "support", "seconds"), "right"),
+    "result": "left",
+}
 _WIDTH = 140
 """Columns of a table that goes to a file."""
 
@@ -60,15 +66,12 @@ def print_report(report: Report, console: Console) -> None:
         f"{report.boundary_tokens} at the boundary of their support left out",
         highlight=False,
     )
-    table = Table(box=None)
-    for heading in ("layout", "microbatch", "step"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("loss", "gradient", "logprob", "support", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("result")
+    console.print(_table(report.rows, console))
     for row in report.rows:
-        table.add_row(row.layout, row.batch, row.loss_name, *_numbers(row), _result(row))
-    console.print(table)
+        if not row.ok:
+            console.print(
+                f"{row.layout}, {row.batch}, {row.loss_name}: {_problems(row)}", markup=False, highlight=False
+            )
     differing = sum(not row.ok for row in report.rows)
     console.print(
         f"{len(report.rows)} step{'s' if len(report.rows) > 1 else ''}, {differing} differ from one process; "
@@ -97,21 +100,35 @@ def write_json(report: Report, path: str) -> None:
     Path(path).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def _numbers(row: Row) -> list[str]:
-    if row.loss is None:
-        return ["-"] * 4 + [f"{row.seconds:.1f}"]
-    support = "equal" if not row.support_differs else f"{row.support_differs} differ"
-    return [
-        f"{row.loss:+.6f}",
-        f"{row.gradient_difference:.1e}",
-        f"{row.logprob_difference:.1e}",
-        support,
-        f"{row.seconds:.1f}",
-    ]
+def _table(rows: Sequence[Row], console: Console) -> Table:
+    """One line for each step; a narrow terminal leaves out what says least."""
+    cells = [_cells(row) for row in rows]
+    for left_out in ((), ("seconds",), ("seconds", "loss")):
+        table = Table(box=None, pad_edge=False)
+        shown = [heading for heading in _HEADINGS if heading not in left_out]
+        for heading in shown:
+            table.add_column(heading, justify=_HEADINGS[heading], no_wrap=True)
+        for row in cells:
+            table.add_row(*(row[heading] for heading in shown))
+        if console.measure(table).maximum < console.width:
+            break
+    return table
 
 
-def _result(row: Row) -> str:
-    if row.ok:
-        return "[green]ok[/]"
-    shown = ", ".join(row.problems[:3]) + (f" and {len(row.problems) - 3} more" if len(row.problems) > 3 else "")
-    return f"[bold red]DIFFERS[/]: {shown.replace('[', chr(92) + '[')}"
+def _cells(row: Row) -> dict[str, str]:
+    numbers = dict.fromkeys(("loss", "gradient", "logprob", "support"), "-")
+    if row.loss is not None:
+        numbers = {
+            "loss": f"{row.loss:+.6f}",
+            "gradient": f"{row.gradient_difference:.1e}",
+            "logprob": f"{row.logprob_difference:.1e}",
+            "support": "equal" if not row.support_differs else f"{row.support_differs} differ",
+        }
+    names = {"layout": row.layout, "microbatch": row.batch, "step": row.loss_name}
+    result = "[green]ok[/]" if row.ok else "[bold red]DIFFERS[/]"
+    return {**names, **numbers, "seconds": f"{row.seconds:.1f}", "result": result}
+
+
+def _problems(row: Row) -> str:
+    more = f" and {len(row.problems) - 3} more" if len(row.problems) > 3 else ""
+    return ", ".join(row.problems[:3]) + more

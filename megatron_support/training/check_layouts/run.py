@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 
+from megatron_support.config.layout import validate_layout
 from megatron_support.config.recipe import Architecture, ParallelConfig, Recipe
 from megatron_support.distributed.errors import raise_together
 from megatron_support.errors import ConfigurationError, Fault, RolloutError
 from megatron_support.megatron.host import Host, running_alone, setup_host, start_distributed, stop_distributed
 from megatron_support.megatron.minibatch import truncate_rollouts
-from megatron_support.megatron.parallel import destroy_parallel, initialize_parallel, validate_layout
+from megatron_support.megatron.parallel import destroy_parallel, initialize_parallel
 from megatron_support.megatron.weights import model_architecture
 from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.training.build import build_training

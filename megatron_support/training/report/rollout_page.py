@@ -65,7 +65,8 @@ def print_rollouts(
     path: str | Path, rollouts: RolloutBatch | None, errors: Sequence[RolloutError], console: Console
 ) -> None:
     """The same on a terminal."""
-    say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    # a terminal gets whole words, a file whole lines
+    say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     say(str(path))
     if rollouts is not None:
         for tile in _tiles(rollouts, errors):
@@ -73,7 +74,7 @@ def print_rollouts(
         say("")
         for chart in _histograms(rollouts):
             if chart.get("counts"):
-                say(f"  {chart['title']:<32}{_spark(chart['counts'])}  {_ends(chart['edges'])}")
+                say(f"  {chart['title']:<28}{_spark(chart['counts'])}  {_ends(chart['edges'])}")
         say("")
         console.print(_filter_table(rollouts))
     _print_findings(find_odd(rollouts, errors), say)
@@ -165,7 +166,7 @@ def _filters(rollouts: RolloutBatch) -> list[dict[str, Any]]:
 
 
 def _filter_table(rollouts: RolloutBatch) -> Table:
-    table = Table(box=None, title="sampling parameters", title_justify="left")
+    table = Table(box=None, pad_edge=False, title="sampling parameters", title_justify="left")
     for heading in ("temperature", "top_k", "top_p", "rows"):
         table.add_column(heading, justify="right")
     for row in _filters(rollouts):
