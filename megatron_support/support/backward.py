@@ -22,7 +22,7 @@ from megatron_support.support.replay import ReplayedSets
 from megatron_support.support.rows import Chunk, Rows, exponential_scale, exponentials, shift, split_rows
 from megatron_support.support.vocabulary import VocabularyShard
 
-_WRITTEN_AT_ONCE = 1 << 15
+_WRITTEN_AT_ONCE = 1 << 14
 """Candidates whose gradients are worked out at a time, which bounds the memory for them."""
 
 
@@ -156,8 +156,9 @@ def _write_sparse(
     """Write the kept logits' gradients of rows ``entries``, all of them listed."""
     assert support.candidates is not None
     step = max(1, _WRITTEN_AT_ONCE // max(1, support.candidates.values.shape[1]))
+    weights = _Weights.of(support, upstream)
     for some in entries.split(step):
-        found = sparse_gradient(support, some, targets, upstream, shard)
+        found = _sparse_gradient(support, some, targets, weights, shard)
         out.index_put_((rows.index[found.entry], found.column), found.value.to(out.dtype))
 
 
@@ -209,8 +210,13 @@ def _dense(
 ) -> None:
     at, shape = chunk.at, (chunk.size, rows.columns)
     x = rows.scaled(chunk)
-    maximum = support.maximum[at]
-    mass = exponentials(x, maximum, rows.workspace.take("mass", shape, rows.dtype))
+    maximum, target = support.maximum[at], out[chunk.rows]
+    direct = target.dtype == rows.dtype
+    # the logits, if they are the output, are read for the last time in the product's operands
+    inplace = out.untyped_storage().data_ptr() == rows.logits.untyped_storage().data_ptr()
+    # vector instructions end elsewhere in rows with a gap between them, and differ there in the last bit
+    fits = direct and not inplace and target.is_contiguous()
+    mass = exponentials(x, maximum, target if fits else rows.workspace.take("mass", shape, rows.dtype))
     factor = None
     if weights.entropy is not None and weights.offset is not None:
         factor = shift(x, maximum, rows.workspace.take("factor", shape, rows.dtype))
@@ -226,9 +232,6 @@ def _dense(
     if factor is None:
         assert weights.all is not None
         factor = weights.all[at, None]
-    target = out[chunk.rows]
-    # the logits may be the output: they are read for the last time in the product's operands
-    direct = target.dtype == rows.dtype
     gradient = torch.mul(mass, factor, out=target if direct else mass)
     gradient.scatter_add_(1, column[at, None], at_target[at, None])
     if not direct:
@@ -264,12 +267,17 @@ def sparse_gradient(
     Args:
         targets: int64 ``[A]``, global ids.
     """
+    return _sparse_gradient(support, entries, targets, _Weights.of(support, upstream), shard)
+
+
+def _sparse_gradient(
+    support: Support, entries: Tensor, targets: Tensor, weights: _Weights, shard: VocabularyShard
+) -> SparseGradient:
+    assert weights.kept is not None
     assert support.candidates is not None and support.candidates.columns is not None
     values, columns = support.candidates.values[entries], support.candidates.columns[entries]
     # -inf stands for a place without a logit, and is in no support
     kept = support.keeps(values, entries[:, None], columns + shard.start) & (values > -torch.inf)
-    weights = _Weights.of(support, upstream)
-    assert weights.kept is not None
     mass = (values - support.maximum[entries, None]).exp() * weights.kept[entries, None]
     hit = columns + shard.start == targets[entries, None]
     gradient = mass + torch.where(hit, weights.target[entries, None], 0.0)

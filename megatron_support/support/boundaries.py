@@ -21,8 +21,11 @@ from megatron_support.support.statistics import Statistics
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.support.windows import Windows
 
-_SELECTED_AT_ONCE = 1 << 15
-"""Candidates, of all ranks, handled at a time, which bounds the memory for their float64 masses."""
+_SELECTED_AT_ONCE = 1 << 20
+_SELECTED_AT_ONCE_ALONE = 1 << 15
+"""Candidates, of all ranks, handled at a time, which bounds the memory for their float64 masses.
+
+Every turn may make collective calls on several ranks; on one rank, turns cost next to nothing."""
 
 
 def find_boundaries(
@@ -37,7 +40,8 @@ def find_boundaries(
     count = found.maximum.numel()
     step = count
     if found.gathered is not None:
-        step = max(1, _SELECTED_AT_ONCE // (found.gathered.shape[0] * found.gathered.shape[2]))
+        at_once = _SELECTED_AT_ONCE if shard.ranks > 1 else _SELECTED_AT_ONCE_ALONE
+        step = max(1, at_once // (found.gathered.shape[0] * found.gathered.shape[2]))
     parts = [_boundary(rows, slice(i, min(i + step, count)), found, shard, filters) for i in range(0, count, step)]
     names = ("value", "mass_above", "ties", "kept_ties")
     boundary = Boundary(*(torch.cat([getattr(part, n) for part, _ in parts]) for n in names))

@@ -17,6 +17,9 @@ from megatron_support.support.statistics import Statistics
 from megatron_support.support.vocabulary import VocabularyShard
 from megatron_support.types import RolloutSupport
 
+_WORTH_TRIMMING = 0.75
+"""Share of kept places above which a copy without the others takes more memory, for a moment, than it saves."""
+
 
 @dataclass(frozen=True)
 class Support:
@@ -175,7 +178,10 @@ def _entropy(found: Statistics) -> Tensor | None:
 
 
 def _trimmed(candidates: Candidates, threshold: Tensor) -> Candidates:
-    """The candidates without the places that no row keeps."""
+    """The candidates without the places that no row keeps, where those are many."""
     assert candidates.columns is not None
-    kept = int((candidates.values >= threshold[:, None]).sum(1).max())
+    # descending, so that what any row keeps comes first
+    kept = int((candidates.values >= threshold[:, None]).any(0).sum())
+    if kept > _WORTH_TRIMMING * candidates.values.shape[1]:
+        return candidates
     return Candidates(candidates.values[:, :kept].clone(), candidates.columns[:, :kept].clone())

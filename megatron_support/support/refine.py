@@ -28,7 +28,10 @@ _SAMPLE_DEPTH = 40.0
 
 _BINS = 256
 _BATCH_ELEMENTS = 1 << 21
-"""Logits of the rows worked on at a time, which bounds the memory for copied ones: some 8 MiB where 5% are."""
+_BATCH_ELEMENTS_ALONE = 1 << 20
+"""Logits of the rows worked on at a time, which bounds the memory for copied ones: some 8 MiB where 5% are of 2^21.
+
+On one rank no collective calls are shared between the rows of a batch, and fewer of them take less memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def refine(rows: Rows, entries: Tensor, need: Need, filters: Filters, shard: Voc
         filters: says how ties are cut.
     """
     # padded columns are counted, so that all ranks make the same collective calls
-    batch = max(1, _BATCH_ELEMENTS // shard.columns)
+    batch = max(1, (_BATCH_ELEMENTS if shard.ranks > 1 else _BATCH_ELEMENTS_ALONE) // shard.columns)
     found = [
         _refine(rows, entries[i : i + batch], need.at(slice(i, i + batch)), filters, shard)
         for i in range(0, entries.numel(), batch)
@@ -165,6 +168,9 @@ class _Inside:
     times: Tensor
     """float64 ``[N]``, how often each occurs."""
 
+    mass: Tensor
+    """float64 ``[N]``, of all those."""
+
     row: Tensor
     """int64 ``[N]``, the row of each."""
 
@@ -177,14 +183,30 @@ class _Inside:
             self.sums.index_copy(0, entries, other.sums),
             torch.cat([self.values[keep], other.values]),
             torch.cat([self.times[keep], other.times]),
+            torch.cat([self.mass[keep], other.mass]),
             torch.cat([self.row[keep], entries[other.row]]),
         )
 
 
 def _split(rows: Rows, entries: Tensor, low: Tensor, high: Tensor, need: Need, shard: VocabularyShard) -> _Inside:
-    """One pass: mass and count above ``high``, and the logits in ``[low, high]``."""
-    count = entries.numel()
-    sums = torch.zeros(count, 4, dtype=torch.float64, device=entries.device)
+    """What the brackets ``[low, high]`` split the rows into, by one pass."""
+    above, values, times = _read(rows, entries, low, high, need.maximum)
+    rows.workspace.clear()
+    row = torch.repeat_interleave(torch.tensor([v.numel() for v in values], device=entries.device))
+    inside, often = torch.cat(values), torch.cat(times)
+    mass = exp_difference(inside, need.maximum[row]).mul_(often)
+    sums = torch.zeros(entries.numel(), 4, dtype=torch.float64, device=entries.device)
+    sums[:, :2] = above
+    sums[:, 2].index_add_(0, row, mass)
+    sums[:, 3].index_add_(0, row, often)
+    return _Inside(shard.total(sums), inside, often, mass, row)
+
+
+def _read(
+    rows: Rows, entries: Tensor, low: Tensor, high: Tensor, maximum: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Of this rank, float64 ``[R, 2]`` mass and count above ``high``; per row the logits inside, and how often each."""
+    sums = torch.zeros(entries.numel(), 2, dtype=torch.float64, device=entries.device)
     values, times = [], []
     shape = (1, rows.columns)
     mass, over, under = (rows.workspace.take(name, shape, rows.dtype) for name in ("mass", "over", "under"))
@@ -201,15 +223,11 @@ def _split(rows: Rows, entries: Tensor, low: Tensor, high: Tensor, need: Need, s
         else:
             places = torch.gt(under, over, out=between).view(-1).nonzero().flatten()
             values.append(x.view(-1).index_select(0, places))
-            times.append(torch.ones(places.numel(), dtype=torch.float64, device=entries.device))
-        exponentials(x, need.maximum[at], mass)
-        sums[i, 0] = row_sums(over.mul_(mass), rows.blocks, rows.workspace)[0]
-    sums[:, 0] *= exponential_scale(need.maximum)
-    row = torch.repeat_interleave(torch.tensor([v.numel() for v in values], device=entries.device))
-    inside, often = torch.cat(values), torch.cat(times)
-    sums[:, 2].index_add_(0, row, exp_difference(inside, need.maximum[row]) * often)
-    sums[:, 3].index_add_(0, row, often)
-    return _Inside(shard.total(sums), inside, often, row)
+            times.append(torch.ones((), dtype=torch.float64, device=entries.device).expand(places.numel()))
+        exponentials(x, maximum[at], mass)
+        sums[i, 0] = row_sums(over.mul_(mass), rows.blocks)[0]
+    sums[:, 0] *= exponential_scale(maximum)
+    return sums, values, times
 
 
 def _narrow(
@@ -220,15 +238,14 @@ def _narrow(
     Values are told apart by integers of the same order, so that the number of rounds depends on the bracket alone.
     """
     # a sum with 0 makes the two zeros one
-    whole, row, times = _order_key(inside.values + 0.0), inside.row, inside.times
+    key, row, times, mass = _order_key(inside.values + 0.0), inside.row, inside.times, inside.mass
     dropped = _DROPPED[inside.values.dtype]
-    key, first, last = whole >> dropped, _order_key(low + 0.0) >> dropped, _order_key(high + 0.0) >> dropped
+    first, last = _order_key(low + 0.0) >> dropped, _order_key(high + 0.0) >> dropped
     base = inside.sums[:, :2].t().contiguous()
     count = need.amount.numel()
-    mass = exp_difference(inside.values, need.maximum[row]) * times
     while True:
         width = (last - first) // _BINS + 1
-        slot = (last[row] - key) // width[row] + row * _BINS
+        slot = last[row].sub_(key >> dropped if dropped else key).floor_divide_(width[row]).add_(row, alpha=_BINS)
         histogram = torch.zeros(2, count * _BINS, dtype=torch.float64, device=key.device)
         histogram[0].index_add_(0, slot, mass)
         histogram[1].index_add_(0, slot, times)
@@ -243,9 +260,9 @@ def _narrow(
         if found and not dropped:
             break
         keep = slot == chosen[row] + row * _BINS
-        key, whole, times, row, mass = key[keep], whole[keep], times[keep], row[keep], mass[keep]
+        key, times, row, mass = key[keep], times[keep], row[keep], mass[keep]
         if found:
-            key, first = whole, last << dropped
+            first = last << dropped
             last, dropped = first + (1 << dropped) - 1, 0
     value = _from_order_key(last, need.maximum.dtype)
     ties = histogram[1].gather(1, chosen[:, None]).squeeze(1)

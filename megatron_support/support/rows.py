@@ -39,6 +39,10 @@ class Workspace:
             buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self._device)
         return buffer[:numel].view(shape)
 
+    def clear(self) -> None:
+        """Give the memory back, for what follows a pass over the logits."""
+        self._buffers.clear()
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -217,19 +221,21 @@ def shift(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
     return torch.sub(x, maximum[:, None], out=out).clamp_(min=floor)
 
 
-def row_sums(mass: Tensor, blocks: Blocks, workspace: Workspace) -> Tensor:
-    """float64 ``[c]``, sums of ``mass [c, W]``.
+def row_sums(mass: Tensor, blocks: Blocks, scratch: Tensor | None = None) -> Tensor:
+    """float64 ``[c]``, sums of ``mass [c, W]``, whose memory takes partial sums unless ``scratch [>= c W / 2]`` does.
 
     A conversion to float64 costs more than the addition, so groups of 8 logits are added in float32 first: eighths of a
     block, element by element, which gives the same groups and bits wherever a rank's columns begin and end.
     """
     if mass.dtype == torch.float64 or blocks.count == 0:
         return mass.sum(-1, dtype=torch.float64)
-    rows, width = mass.shape[0], blocks.size
+    width = blocks.size
     last = blocks.first + blocks.count * width
     half = mass[:, blocks.first : last].unflatten(1, (blocks.count, 2, width // 2))
-    shape = (rows, blocks.count, width // 2)
-    part = torch.add(half[:, :, 0], half[:, :, 1], out=workspace.take("folded", shape, mass.dtype))
+    part = half[:, :, 0]
+    if scratch is not None:
+        part = scratch[: part.numel()].view(part.shape)
+    torch.add(half[:, :, 0], half[:, :, 1], out=part)
     for _ in range(2):
         width //= 2
         low = part[..., : width // 2]

@@ -94,6 +94,7 @@ def measure(
         if shard.ranks == 1:
             maximum[chunk.at] = _largest(x, search, chunk.at)
         _sum(rows, chunk, x, maximum[chunk.at], sums[chunk.at])
+    rows.workspace.clear()
     sums *= torch.as_tensor(exponential_scale(maximum), device=device)[..., None]
     words = [sums, _target_logit(rows, targets, shard)[:, None]]
     if local is not None and around is None:
@@ -143,10 +144,16 @@ def _sum(rows: Rows, chunk: Chunk, x: Tensor, maximum: Tensor, sums: Tensor) -> 
     shape = (chunk.size, rows.columns)
     mass = rows.workspace.take("mass", shape, rows.dtype)
     exponentials(x, maximum, mass)
-    sums[:, 0] = row_sums(mass, rows.blocks, rows.workspace)
-    if sums.shape[1] == 2:
-        shifted = shift(x, maximum, rows.workspace.take("shifted", shape, rows.dtype))
-        sums[:, 1] = row_sums(mass.mul_(shifted), rows.blocks, rows.workspace)
+    if sums.shape[1] == 1:
+        sums[:, 0] = row_sums(mass, rows.blocks)
+        return
+    half = -(-rows.columns // 2)
+    scratch = rows.workspace.take("half", (chunk.size * half,), rows.dtype)
+    sums[:, 0] = row_sums(mass, rows.blocks, scratch)
+    for at in (slice(0, half), slice(half, rows.columns)):
+        part, logits = mass[:, at], x[:, at]
+        part.mul_(shift(logits, maximum, scratch[: part.numel()].view(part.shape)))
+    sums[:, 1] = row_sums(mass, rows.blocks)
 
 
 def _target_logit(rows: Rows, targets: Tensor, shard: VocabularyShard) -> Tensor:
