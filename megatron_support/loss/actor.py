@@ -126,15 +126,14 @@ def actor_loss(
     correction = _correction(config, inputs, part, tokens)
     kl = _kl(config, inputs, part)
     loss = _numerator(config, inputs, part, tokens.selection, surrogate, correction, kl) / divisor + tokens.fault
-    if config.positive_nll_coef > 0:
-        nll, before, after = _positive_nll(inputs, part)
-        own = torch.where(after > 0, after, before) if survivors else before
-        given = own if global_positive_tokens is None else global_positive_tokens
-        loss = loss + config.positive_nll_coef * (nll / at_least_one(given))
+    positive = _positive_nll(inputs, part, survivors) if config.positive_nll_coef > 0 else None
+    if positive is not None:
+        given = positive.own_count if global_positive_tokens is None else global_positive_tokens
+        loss = loss + config.positive_nll_coef * (positive.total / at_least_one(given))
     if kl is not None:
         loss = loss + kl.fault
     with torch.no_grad():
-        reported = _term_metrics(config, inputs, part, counts, kl)
+        reported = _term_metrics(config, inputs, part, counts, kl, positive)
         if metrics == "full":
             reported |= _diagnostics(config, inputs, part, tokens, counts, surrogate, correction)
     return LossOutput(
@@ -335,13 +334,28 @@ def _numerator(
     return total
 
 
-def _positive_nll(inputs: TokenInputs, part: Participation) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of -log p over surviving tokens of samples with a positive reward; its tokens before and after exclusion."""
+@dataclass(frozen=True, kw_only=True)
+class _PositiveNLL:
+    """Over samples with a positive reward."""
+
+    total: Tensor
+    """Sum of -log p over surviving tokens."""
+    counted: Tensor
+    """Tokens before exclusion; after it under ``survivors``."""
+    own_count: Tensor
+    """What divides where no global count is given: ``counted``, but of all tokens where none survives."""
+
+
+def _positive_nll(inputs: TokenInputs, part: Participation, survivors: bool) -> _PositiveNLL:
     assert inputs.rewards is not None
     positive = inputs.layout.to_tokens(inputs.rewards > 0)
     surviving = part.actor_mask & positive
-    nll = -select(surviving, inputs.curr_logprobs).sum()
-    return nll, count(inputs.valid & positive), count(surviving)
+    total = -select(surviving, inputs.curr_logprobs).sum()
+    before = count(inputs.valid & positive)
+    if not survivors:
+        return _PositiveNLL(total=total, counted=before, own_count=before)
+    after = count(surviving)
+    return _PositiveNLL(total=total, counted=after, own_count=torch.where(after > 0, after, before))
 
 
 def _term_metrics(
@@ -350,6 +364,7 @@ def _term_metrics(
     part: Participation,
     counts: Counts,
     kl: _KL | None,
+    positive: _PositiveNLL | None,
 ) -> dict[str, Metric]:
     """Counts and the terms that were computed anyway: the minimal set."""
     survivors = config.normalization == "survivors"
@@ -370,9 +385,8 @@ def _term_metrics(
         metrics["kl_penalty"] = (
             Mean(total, num_sequences, per="sequence") if by_sequence else Mean(total, num_tokens, per="token")
         )
-    if config.positive_nll_coef > 0:
-        nll, before, after = _positive_nll(inputs, part)
-        metrics["positive_nll_loss"] = Mean(nll.detach(), after if survivors else before, per="positive token")
+    if positive is not None:
+        metrics["positive_nll_loss"] = Mean(positive.total.detach(), positive.counted, per="positive token")
     if inputs.entropy is not None and config.entropy_coef > 0:
         total = select(part.actor_mask, inputs.entropy.detach()).sum()
         metrics["entropy"] = Mean(total, num_tokens, per="token")

@@ -205,12 +205,8 @@ def exclusion_parts(block: DiagnosticTokens) -> Parts:
 
 def _advantage_sums(of: str, advantages: Tensor) -> Parts:
     """Sums of |advantage|, of its sign, and of its sign's size."""
-    sign = torch.sign(advantages)
-    return {
-        f"{of}_mass": torch.abs(advantages).sum(),
-        f"{of}_sign": sign.sum(),
-        f"{of}_signed": torch.linalg.vector_norm(sign).square(),
-    }
+    sign, size = torch.sign(advantages), torch.abs(advantages)
+    return {f"{of}_mass": size.sum(), f"{of}_sign": sign.sum(), f"{of}_signed": sign.abs_().sum()}
 
 
 def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
@@ -252,22 +248,21 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
     else:
         to_generation = torch.mul(block.token_ratio, weight, out=a)
     parts["entropy"] = torch.dot(to_generation, block.actor_logprobs)
-    parts["mixture"] = _sum_of_log_halves(torch.add(weight, 1.0, out=a))
+    parts["mixture"] = _sum_of_logs(torch.mul(weight, 0.5, out=a).add_(0.5))
     inverse = torch.reciprocal(weight, out=a).sub_(1)
     weight.sub_(1)
     parts["weight"] = weight.sum()
-    parts["weight_squares"] = torch.linalg.vector_norm(weight).square()
+    parts["weight_squares"] = torch.dot(weight, weight)
     parts["inverse"] = inverse.sum()
     parts["larger"] = torch.maximum(weight, inverse, out=c).sum()
     return parts
 
 
-def _sum_of_log_halves(values: Tensor) -> Tensor:
-    """``log(values / 2).sum()`` for values in [1, 1 + e^20], with one logarithm for four: their product is finite."""
+def _sum_of_logs(values: Tensor) -> Tensor:
+    """``log(values).sum()`` for values in [0.5, e^20], with one logarithm for four of them: their product is finite."""
     whole = values.numel() // 4 * 4
     first, second, third, fourth = values[:whole].view(4, -1)
-    product = (first * second).mul_(third * fourth).mul_(1 / 16)
-    return product.log_().sum() + (values[whole:] / 2).log().sum()
+    return ((first * second) * (third * fourth)).log().sum() + values[whole:].log().sum()
 
 
 def _mismatch_metrics(sums: Parts, count: Tensor, kl_type: KLType) -> dict[str, Metric]:
