@@ -5,7 +5,7 @@ Tokens are worked through in blocks, with few and reused intermediate tensors: o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from megatron_support.kl import KLType
 from megatron_support.loss.correction import CorrectionWeights
-from megatron_support.loss.masks import as_float, select
+from megatron_support.loss.masks import as_float, on_cpu, select
 from megatron_support.loss.participation import Participation
 from megatron_support.loss.ratio import MAX_LOG_RATIO
-from megatron_support.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Sum
+from megatron_support.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, Scalar, Sum
 
 BLOCK = 1 << 18
 """Tokens of a block on the CPU: 1 MiB of fp32. Smaller blocks cost more in calls than they save in cache misses."""
 
 Parts = dict[str, Tensor]
+Sums = dict[str, Any]
+"""By name, over all tokens: numbers, or 0-dimensional tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +58,17 @@ class DiagnosticTokens:
 
     def blocks(self) -> Iterator[DiagnosticTokens]:
         """Slices of at most BLOCK tokens; on other devices, and while compiling, all tokens at once."""
-        size = BLOCK if _few_are_gathered(self.mask) else max(self.mask.numel(), 1)
+        count = self.mask.numel()
+        if count <= BLOCK or not on_cpu(self.mask):
+            given = ((name, getattr(self, name)) for name in _TOKEN_FIELDS)
+            flat: dict[str, Any] = {name: None if t is None else t.reshape(-1) for name, t in given}
+            yield DiagnosticTokens(**flat)
+            return
         pieces = {}
         for name in _TOKEN_FIELDS:
             tensor = getattr(self, name)
             if tensor is not None:
-                pieces[name] = tensor.reshape(-1).split(size)
+                pieces[name] = tensor.reshape(-1).split(BLOCK)
         for number in range(len(pieces["mask"])):
             values: dict[str, Any] = dict.fromkeys(_TOKEN_FIELDS)
             for name, piece in pieces.items():
@@ -72,17 +79,18 @@ class DiagnosticTokens:
         """The tokens left out, a few in a thousand, and their neighbours; all tokens where gathering would wait for
         the device."""
         mask = self.left_out
-        if not _few_are_gathered(mask) or mask.numel() % 8:
+        if not on_cpu(mask) or mask.numel() % 8:
             return self
         index = mask.view(torch.int64).nonzero().squeeze(-1)  # eight bytes at a time
-        names = ("mask", "left_out", "excluded", "curr_logprobs", "prev_logprobs", "generation_logprobs")
-        values = {name: getattr(self, name) for name in (*names, "raw_advantages")}
+        names = ("left_out", "excluded", "curr_logprobs", "prev_logprobs", "generation_logprobs", "raw_advantages")
+        values = {name: getattr(self, name) for name in names}
         given = {name: value.view(-1, 8) for name, value in values.items() if value is not None}
         return replace(self, **{name: value.index_select(0, index).view(-1) for name, value in given.items()})
 
 
-def _few_are_gathered(tokens: Tensor) -> bool:
-    return tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+def _scalars(values: Tensor) -> Iterable[Any]:
+    """The entries ``[K]``: as numbers, on which arithmetic costs nothing, where reading them waits for no device."""
+    return values.tolist() if on_cpu(values) else values.unbind()
 
 
 _TOKEN_FIELDS = tuple(f.name for f in fields(DiagnosticTokens))
@@ -94,7 +102,7 @@ def token_diagnostics(
     *,
     window: tuple[float, float] | None,
     kl_type: KLType,
-) -> tuple[dict[str, Metric], Tensor | None]:
+) -> tuple[dict[str, Metric], Scalar | None]:
     """All diagnostics that are sums over tokens.
 
     Args:
@@ -114,13 +122,13 @@ def token_diagnostics(
             room = block.log_ratio.new_empty(3, block.ratio.numel())
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
         parts, low, high = ratio_parts(block, chosen, window, room)
-        parts |= exclusion_parts(block) | mismatch_parts(block, kl_type, room)
+        parts |= exclusion_parts(block, room) | mismatch_parts(block, kl_type, room)
         names = list(parts)
         totals.append(torch.stack(list(parts.values())))
         lows.append(low)
         highs.append(high)
     summed = torch.stack(totals).sum(dim=0, dtype=torch.float64)
-    sums = dict(zip(names, summed.unbind(), strict=True))
+    sums = dict(zip(names, _scalars(summed), strict=True))
     low, high = torch.stack(lows).amin(), torch.stack(highs).amax()
     metrics = _ratio_metrics(sums, low, high, count, window) | _exclusion_metrics(sums)
     if "weight" not in sums:
@@ -150,22 +158,32 @@ def ratio_parts(
         parts["clipped_above"] = torch.dot(touched, torch.gt(ratio, 1.0, out=b))
     if block.bounded is not None:
         parts["bounded"] = torch.dot(as_float(block.bounded, ratio.dtype), chosen)
+    return parts, *_extremes(block, chosen, room)
+
+
+def _extremes(block: DiagnosticTokens, chosen: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and largest ratio of the tokens that take part."""
+    ratio, (a, b, _) = block.ratio, room
     if ratio.numel() == 0:  # no extreme of nothing
-        return parts, ratio.new_full((), torch.inf), ratio.new_full((), -torch.inf)
+        return ratio.new_full((), torch.inf), ratio.new_full((), -torch.inf)
+    tokens = block.token_ratio
+    if on_cpu(ratio) and tokens is not None and tokens.data_ptr() == ratio.data_ptr():
+        low, high = torch.aminmax(ratio)
+        if low < 1 < high:  # e^0 of the tokens that do not take part is neither
+            return low, high
     absent = torch.reciprocal(chosen, out=a).sub_(1)  # 0 at tokens that take part, inf elsewhere
-    return parts, torch.add(ratio, absent, out=b).amin(), torch.sub(ratio, absent, out=b).amax()
+    return torch.add(ratio, absent, out=b).amin(), torch.sub(ratio, absent, out=b).amax()
 
 
 def _ratio_metrics(
-    sums: Parts, low: Tensor, high: Tensor, count: Tensor, window: tuple[float, float] | None
+    sums: Sums, low: Tensor, high: Tensor, count: Tensor, window: tuple[float, float] | None
 ) -> dict[str, Metric]:
     """Mean and extremes before and after clipping (clipping keeps the order, so it commutes with extremes)."""
     clamped, clamped_low, clamped_high = sums["ratio"], low, high
     if window is not None:
-        seen = sums["survivors"] > 0
         clamped = sums["clamped"]
-        clamped_low = torch.where(seen, low.clamp(*window), low)
-        clamped_high = torch.where(seen, high.clamp(*window), high)
+        clamped_low = torch.where(low == torch.inf, low, low.clamp(*window))
+        clamped_high = torch.where(high == -torch.inf, high, high.clamp(*window))
     metrics: dict[str, Metric] = {
         "probs_ratio": Mean(sums["ratio"], count, per="token"),
         "probs_ratio_min": Min(low),
@@ -183,19 +201,21 @@ def _ratio_metrics(
     return metrics
 
 
-def exclusion_parts(block: DiagnosticTokens) -> Parts:
+def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
     """Sums about excluded tokens, by source and by sign of the advantage, beside those of all valid tokens.
 
     Args:
         block: the tokens.
+        room: ``[3, T]`` for intermediate values.
     """
     left = block.of_left_out()
     advantages = select(left.left_out, left.raw_advantages)
-    parts = _advantage_sums("kept", block.advantages) | _advantage_sums("left_out", advantages)
+    few = room[0, : advantages.numel()]
+    parts = _advantage_sums("kept", block.advantages, room[0]) | _advantage_sums("left_out", advantages, few)
     if left.excluded is None:
         return parts
     excluded = as_float(left.excluded, advantages.dtype)
-    parts |= _advantage_sums("excluded", advantages * excluded)
+    parts |= _advantage_sums("excluded", advantages * excluded, few)
     sources = {"current": left.curr_logprobs, "previous": left.prev_logprobs, "generation": left.generation_logprobs}
     for name, values in sources.items():
         if values is not None:
@@ -203,17 +223,17 @@ def exclusion_parts(block: DiagnosticTokens) -> Parts:
     return parts
 
 
-def _advantage_sums(of: str, advantages: Tensor) -> Parts:
+def _advantage_sums(of: str, advantages: Tensor, room: Tensor) -> Parts:
     """Sums of |advantage|, of its sign, and of its sign's size."""
-    sign, size = torch.sign(advantages), torch.abs(advantages)
-    return {f"{of}_mass": size.sum(), f"{of}_sign": sign.sum(), f"{of}_signed": sign.abs_().sum()}
+    sign = torch.sign(advantages, out=room)
+    sums = {"mass": torch.dot(advantages, sign), "sign": sign.sum(), "signed": torch.dot(sign, sign)}
+    return {f"{of}_{name}": total for name, total in sums.items()}
 
 
-def _exclusion_metrics(sums: Parts) -> dict[str, Metric]:
+def _exclusion_metrics(sums: Sums) -> dict[str, Metric]:
     """Share of tokens with a positive and a negative advantage that left, and the share of |advantage|."""
-    zero = torch.zeros_like(sums["kept_mass"])
     size, sign, signed = (sums[f"kept_{name}"] + sums[f"left_out_{name}"] for name in ("mass", "sign", "signed"))
-    gone_size, gone_sign, gone_signed = (sums.get(f"excluded_{name}", zero) for name in ("mass", "sign", "signed"))
+    gone_size, gone_sign, gone_signed = (sums.get(f"excluded_{name}", 0.0) for name in ("mass", "sign", "signed"))
     positive, negative = (signed + sign) / 2, (signed - sign) / 2
     gone_positive, gone_negative = (gone_signed + gone_sign) / 2, (gone_signed - gone_sign) / 2
     return {
@@ -248,7 +268,7 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
     else:
         to_generation = torch.mul(block.token_ratio, weight, out=a)
     parts["entropy"] = torch.dot(to_generation, block.actor_logprobs)
-    parts["mixture"] = _sum_of_logs(torch.mul(weight, 0.5, out=a).add_(0.5))
+    parts["mixture"] = _sum_of_logs(torch.add(weight.new_tensor(0.5), weight, alpha=0.5, out=a))
     inverse = torch.reciprocal(weight, out=a).sub_(1)
     weight.sub_(1)
     parts["weight"] = weight.sum()
@@ -265,7 +285,7 @@ def _sum_of_logs(values: Tensor) -> Tensor:
     return ((first * second) * (third * fourth)).log().sum() + values[whole:].log().sum()
 
 
-def _mismatch_metrics(sums: Parts, count: Tensor, kl_type: KLType) -> dict[str, Metric]:
+def _mismatch_metrics(sums: Sums, count: Tensor, kl_type: KLType) -> dict[str, Metric]:
     """How far the trainer's log-probabilities are from the inference engine's.
 
     Formulas, with d = prev - generation and w = e^d: ``logprob_error`` |d|; ``token_mult_prob_error`` e^|d|;
@@ -274,9 +294,10 @@ def _mismatch_metrics(sums: Parts, count: Tensor, kl_type: KLType) -> dict[str, 
     -(p / p_generation) log p; ``effective_sample_size`` of w.
     """
     n, d, weight = sums["survivors"], sums["d"], sums["weight"]
+    squares = sums.get("squares", 0.0)
     generation, previous = {
         "k1": (-d, d),
-        "k2": (0.5 * sums.get("squares", d), 0.5 * sums.get("squares", d)),
+        "k2": (0.5 * squares, 0.5 * squares),
         "k3": (weight - d, sums["inverse"] + d),
         "abs": (sums["absolute"], sums["absolute"]),
     }[kl_type]

@@ -23,7 +23,7 @@ class Exclusions:
 
     def by(self, logprobs: Tensor) -> Tensor | None:
         """bool per token: candidates that this source puts outside the support; None where filtering is inactive."""
-        return None if self.candidates is None else self.candidates & torch.isneginf(logprobs.detach())
+        return None if self.candidates is None else self.candidates & (logprobs.detach() == -torch.inf)
 
 
 def exclusions(valid: Tensor, filtered: Tensor | bool, *logprobs: Tensor | None) -> Exclusions:
@@ -44,7 +44,9 @@ def exclusions(valid: Tensor, filtered: Tensor | bool, *logprobs: Tensor | None)
     for values in given[2:]:
         total.add_(values)
     candidates = valid if filtered is True else valid & filtered
-    return Exclusions(tokens=candidates & torch.isneginf(total), candidates=candidates)
+    # comparing into floats, then to bool, is several times faster on the CPU than comparing to bool
+    outside = torch.eq(total, -torch.inf, out=total if len(given) > 1 else torch.empty_like(total)).to(torch.bool)
+    return Exclusions(tokens=candidates & outside, candidates=candidates)
 
 
 class Selection:
@@ -65,7 +67,7 @@ class Selection:
         """The mask as integers of the dtype's width, all bits set where True."""
         word = torch.int64 if dtype == torch.float64 else torch.int32
         if word not in self._bits:
-            self._bits[word] = self.mask.view(torch.uint8).to(word).neg()
+            self._bits[word] = self.mask.view(torch.uint8).to(word).neg_()
         return self._bits[word]
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -102,6 +104,11 @@ def select(mask: Tensor, values: Tensor) -> Tensor:
     return Selection(mask)(values)
 
 
+def on_cpu(values: Tensor) -> bool:
+    """Whether looking at values costs no synchronisation; not while compiling, which knows none."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """1 where True, 0 elsewhere. For values that are finite by construction, multiplying is the cheapest selection."""
     if torch.compiler.is_compiling():
@@ -123,10 +130,8 @@ def poison(first: Tensor, *others: Tensor) -> Tensor:
     Clipping would turn an infinite ratio into an ordinary number. Added to the loss, this keeps a fault visible.
     Sanitised tensors hold something non-finite only at tokens that take part.
     """
-    probe = first.detach() * 0
-    for values in others:
-        probe.add_(values.detach(), alpha=0)
-    return probe.sum()
+    extremes = [extreme for values in (first, *others) if values.numel() for extreme in torch.aminmax(values.detach())]
+    return torch.stack(extremes).mul(0).sum() if extremes else first.detach().sum()
 
 
 def count(mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_support.loss.layout import Layout
+from megatron_support.loss.masks import on_cpu
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped into [-20, 20] (gradient 0 beyond), so a ratio is at most e^20 = 4.9e8 and never overflows."""
@@ -16,6 +17,10 @@ MAX_LOG_RATIO = 20.0
 
 def bounded(log_ratio: Tensor) -> Tensor:
     """The log-ratio clamped into [-20, 20], gradient 0 beyond."""
+    if log_ratio.numel() and on_cpu(log_ratio):
+        low, high = torch.aminmax(log_ratio.detach())
+        if low >= -MAX_LOG_RATIO and high <= MAX_LOG_RATIO:  # as nearly always
+            return log_ratio
     return _Bounded.apply(log_ratio)
 
 
