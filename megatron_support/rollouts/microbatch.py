@@ -41,22 +41,20 @@ def build_microbatch(
     """
     rows, width = pad_to
     total = rows * width
-    lengths = rollouts.lengths[indices]
     if layout == "packed":
-        sizes = round_up(lengths, sequence_multiple)
-        starts = sizes.cumsum(0) - sizes
+        sizes = round_up(rollouts.lengths[indices], sequence_multiple)
         cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         if int(cu_seqlens[-1]) < total:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total])])
         segments = cu_seqlens.diff()
     else:
-        starts = torch.arange(indices.numel()) * width
         cu_seqlens = None
         segments = torch.full((rows,), width)
-    whole = _lay_out(rollouts, indices, lengths, starts, total)
+    laid_out = _lay_out(rollouts, indices, segments)
     if context_size > 1:
-        whole = whole[:, context_positions(segments, context_size, context_rank)]
-    source, target, position, sequence = whole
+        held = context_positions(segments, context_size, context_rank)
+        laid_out = [column.index_select(0, held) for column in laid_out]
+    source, target, position, sequence = laid_out
     has_target = target >= 0
     shape = (rows, width // context_size)
     return TokenBatch(
@@ -103,26 +101,33 @@ def context_positions(segments: Tensor, size: int, rank: int) -> Tensor:
     return ragged_arange(torch.stack([first, second], 1).flatten(), chunk.repeat_interleave(2))
 
 
-def _lay_out(rollouts: RolloutBatch, indices: Tensor, lengths: Tensor, starts: Tensor, total: int) -> Tensor:
-    """int64 ``[4, total]`` of the unsplit microbatch: token index, target's token index, position, sequence.
+def _lay_out(rollouts: RolloutBatch, indices: Tensor, segments: Tensor) -> list[Tensor]:
+    """int64 ``[total]`` each of the unsplit microbatch: token index, target's token index, position, sequence.
 
     Token indices point into the batch's flat storage and are -1 where there is none.
+
+    Args:
+        rollouts: the minibatch.
+        indices: int64 ``[n]``, its sequences in order, one at the start of each of the first segments.
+        segments: int64 ``[>= n]``, tokens of each segment, padding included.
     """
-    whole = torch.tensor([[-1], [-1], [0], [0]]).repeat(1, total)
-    place = ragged_arange(starts, lengths)
-    source = ragged_arange(rollouts.cu_seqlens[indices], lengths)
-    position = ragged_arange(torch.zeros_like(lengths), lengths)
-    last = position == torch.repeat_interleave(lengths - 1, lengths)
-    whole[0, place] = source
-    whole[1, place] = torch.where(last, -1, source + 1)
-    whole[2, place] = position
-    whole[3, place] = torch.repeat_interleave(indices, lengths)
-    return whole
+    filler = indices.new_zeros(segments.numel() - indices.numel())
+    columns = (rollouts.lengths[indices], rollouts.cu_seqlens[indices], indices)
+    lengths, first, sequences = (torch.cat([column, filler]) for column in columns)
+    starts = segments.cumsum(0) - segments
+    owner = torch.repeat_interleave(segments)
+    of_segments = (starts, starts + lengths, first - starts, sequences)
+    start, end, shift, sequence = (column.index_select(0, owner) for column in of_segments)
+    place = torch.arange(start.numel())
+    held = place < end
+    source = torch.where(held, place + shift, -1)
+    target = torch.where(place < end - 1, source + 1, -1)
+    return [source, target, (place - start).mul_(held), sequence.mul_(held)]
 
 
 def _take(values: Tensor, index: Tensor, missing: float | bool) -> Tensor:
     """``values[index]``, and ``missing`` where the index is -1."""
-    return torch.where(index >= 0, values[index.clamp_min(0)], missing)
+    return torch.where(index >= 0, values.index_select(0, index.clamp_min(0)), missing)
 
 
 def _sampling(rollouts: RolloutBatch, sequence: Tensor, has_target: Tensor) -> SamplingParams:
