@@ -15,6 +15,15 @@ from megatron_support.config.loss import ActorLossConfig
 from megatron_support.config.path_text import PathText
 
 PositiveInt = Annotated[int, Field(ge=1)]
+# beyond any model there is; far below what overflows
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Heads = Annotated[int, Field(ge=1, le=2**14)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=2**12)]
+Experts = Annotated[int, Field(ge=2, le=2**12)]
+SequenceLength = Annotated[int, Field(ge=1, le=2**30)]
+MAX_EXPERT_LAYERS = 2**17
+MAX_ROPE = 2**53
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -25,14 +34,14 @@ OnFault = Literal["raise", "skip_sample", "skip_step"]
 class MixtureOfExperts(StrictModel):
     """Experts in place of the MLP of every layer, without a capacity: no token is dropped."""
 
-    num_experts: Annotated[int, Field(ge=2)]
+    num_experts: Experts
     top_k: PositiveInt
     """Experts of a token."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Of one expert."""
     normalize_top_k: bool = True
     """Weights of a token's experts sum to 1; false: they are probabilities over all experts."""
-    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    shared_expert_ffn_hidden_size: Width | None = None
     """Of an expert that every token passes through; null for none."""
     shared_expert_gate: bool = False
     """Weigh the shared expert by a sigmoid of the token."""
@@ -66,17 +75,17 @@ class MixtureOfExperts(StrictModel):
 class Architecture(StrictModel):
     """A Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
 
-    vocab_size: PositiveInt
+    vocab_size: Vocabulary
     """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_query_groups: PositiveInt | None = None
+    num_layers: Layers
+    hidden_size: Width
+    num_attention_heads: Heads
+    ffn_hidden_size: Width
+    num_query_groups: Heads | None = None
     """Key/value heads; null for one per attention head."""
-    head_dim: PositiveInt | None = None
+    head_dim: Width | None = None
     """Null for hidden_size / num_attention_heads."""
-    max_sequence_length: PositiveInt = 2048
+    max_sequence_length: SequenceLength = 2048
     norm_epsilon: PositiveFloat = 1e-5
     rope_base: PositiveFloat = 10000.0
     rope_scaling: dict[str, float | int | str] | None = None
@@ -86,6 +95,23 @@ class Architecture(StrictModel):
     qk_norm: bool = False
     moe: MixtureOfExperts | None = None
     """Null for a dense model."""
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _numbers_are_finite(cls, scaling: dict[str, float | int | str] | None) -> dict[str, float | int | str] | None:
+        for name, value in (scaling or {}).items():
+            if not isinstance(value, str) and not 0 < value <= MAX_ROPE:
+                raise ValueError(f"{name} must be a number in (0, {MAX_ROPE}], got {value!r}; correct it")
+        return scaling
+
+    @model_validator(mode="after")
+    def _few_enough_tensors(self) -> Self:
+        if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERT_LAYERS:
+            raise ValueError(
+                f"num_layers x moe.num_experts must be <= {MAX_EXPERT_LAYERS}, got {self.num_layers} x "
+                f"{self.moe.num_experts}; lower one of them"
+            )
+        return self
 
 
 class RandomWeights(StrictModel):
