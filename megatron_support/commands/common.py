@@ -88,9 +88,12 @@ def write_page(path: Path, page: str, argument: str) -> None:
     """Write an HTML page.
 
     Raises:
-        ConfigurationError: the folder is missing or cannot be written; ``argument`` named it.
+        ConfigurationError: the folder is missing or cannot be written, or no file can be there; ``argument`` named it.
     """
+    from megatron_support.config.path_text import check_target
+
     try:
+        check_target(path)
         path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(

@@ -1,8 +1,10 @@
-"""What a text must be so that a file can have that name, checked before anything is opened."""
+"""What a path must be so that a file can have that name and can be written, checked before anything is opened."""
 
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -34,6 +36,16 @@ def check_path(path: str) -> str:
             f"must be a path of names of at most {MAX_NAME} bytes, got one of {longest}: {_short(path)}; shorten it"
         )
     return path
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write where a write would block or go to a device: what is there must be a regular file.
+
+    Raises:
+        OSError: a pipe, a device, a socket or a folder has that name; links are followed.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
 
 
 def _short(path: str) -> str:
