@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,6 +19,11 @@ from megatron_support.training.run_lock import is_locked
 STEP = "step_"
 # what may differ between a run and its continuation
 _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
+
+# what differs where nothing is changed about the training
+_UNTOLD = {"logging", "checkpoint", "may_read"}
+_LONGEST = 80
+"""Characters of a value in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,37 @@ def newest_checkpoint(run: Path) -> Path | None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint: ``metadata.json`` is the last file that is written."""
     return (folder / "metadata.json").is_file()
+
+
+def recipe_changes(saved: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """One line for each field in which a checkpoint's recipe is not the present one.
+
+    Args:
+        saved: the checkpoint's, as plain values; fields of another version of this package may be missing.
+        recipe: of the run that goes on.
+    """
+    old = _leaves({name: value for name, value in saved.items() if name not in _UNTOLD})
+    new = _leaves(recipe.model_dump(mode="json", exclude=_UNTOLD))
+    return [
+        f"{name}: {_shown(old, name)} in the checkpoint, {_shown(new, name)} from here on"
+        for name in dict.fromkeys([*new, *old])
+        if _shown(old, name, None) != _shown(new, name, None)
+    ]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _shown(leaves: Mapping[str, Any], name: str, longest: int | None = _LONGEST) -> str:
+    if name not in leaves:
+        return "not there"
+    text = json.dumps(leaves[name], ensure_ascii=False)
+    return text if longest is None or len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _unfinished(recipe: Recipe) -> Path | None:
