@@ -22,6 +22,8 @@ _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
 
 # what differs where nothing is changed about the training
 _UNTOLD = {"logging", "checkpoint", "may_read"}
+# what the learning rate is made of: Megatron's scheduler takes these from the checkpoint
+_SCHEDULED = ("optimizer.lr", "optimizer.schedule.", "train.steps")
 _LONGEST = 80
 """Characters of a value in a line."""
 
@@ -85,7 +87,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def recipe_changes(saved: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """One line for each field in which a checkpoint's recipe is not the present one.
+    """One line for each field in which a checkpoint's recipe is not the present one, and what that leaves as it was.
 
     Args:
         saved: the checkpoint's, as plain values; fields of another version of this package may be missing.
@@ -93,11 +95,11 @@ def recipe_changes(saved: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """
     old = _leaves({name: value for name, value in saved.items() if name not in _UNTOLD})
     new = _leaves(recipe.model_dump(mode="json", exclude=_UNTOLD))
-    return [
-        f"{name}: {_shown(old, name)} in the checkpoint, {_shown(new, name)} from here on"
-        for name in dict.fromkeys([*new, *old])
-        if _shown(old, name, None) != _shown(new, name, None)
-    ]
+    names = [name for name in dict.fromkeys([*new, *old]) if _shown(old, name, None) != _shown(new, name, None)]
+    lines = [f"{name}: {_shown(old, name)} in the checkpoint, {_shown(new, name)} in this recipe" for name in names]
+    if any(name.startswith(_SCHEDULED) for name in names):
+        lines.append("the learning rate goes on by the checkpoint's schedule, which is part of its optimizer's state")
+    return lines
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -165,23 +165,26 @@ def test_a_checkpoint_written_meanwhile_is_the_one_written_at_once(straight, tmp
     assert_same(only_run(tmp_path), straight("TP2"))
 
 
-def test_a_resumed_run_says_what_its_recipe_has_changed(tmp_path):
+def test_a_resumed_run_says_what_its_recipe_has_changed(straight, tmp_path):
     """The first rank alone, one line a field; what is logged and kept is none."""
     folder, _ = stopped(tmp_path, LAYOUTS["TP2"], SignalAt("update", 5))
-    changed = ["seed=7", "optimizer.lr=0.01", "optimizer.schedule={type: constant}", "train.steps=5"]
+    changed = ["seed=7", "optimizer.lr=0.01", "optimizer.schedule={type: constant}", "train.steps=7"]
     elsewhere = [f"checkpoint.resume={folder}", "logging.tokens=false", "checkpoint.keep_last=1"]
     texts = run_ranks(2, runs.run, tmp_path, [*LAYOUTS["TP2"], *changed, *elsewhere])
     lines = texts[0].splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("goes on after step "))
-    told = [line for line in lines[begin + 1 :] if line.endswith(" from here on")]
+    told = [line for line in lines[begin + 1 :] if line.endswith(" in this recipe")]
     assert told == lines[begin + 1 : begin + 1 + len(told)]
     assert set(told) == {
-        "seed: 1234 in the checkpoint, 7 from here on",
-        "optimizer.lr: 0.02 in the checkpoint, 0.01 from here on",
-        'optimizer.schedule.type: "cosine" in the checkpoint, "constant" from here on',
-        "train.steps: 6 in the checkpoint, 5 from here on",
-        *(line for line in told if line.startswith("optimizer.schedule.")),
+        "seed: 1234 in the checkpoint, 7 in this recipe",
+        "optimizer.lr: 0.02 in the checkpoint, 0.01 in this recipe",
+        'optimizer.schedule.type: "cosine" in the checkpoint, "constant" in this recipe',
+        "train.steps: 6 in the checkpoint, 7 in this recipe",
+        "optimizer.schedule.warmup_steps: 2 in the checkpoint, 0 in this recipe",
     }
-    assert len(told) == len(set(told)) and " from here on" not in texts[1]
+    assert lines[begin + 1 + len(told)].startswith("the learning rate goes on by the checkpoint's schedule")
+    assert len(told) == len(set(told)) and " in this recipe" not in texts[1]
     again = run_ranks(2, runs.run, tmp_path, [*LAYOUTS["TP2"], *changed, *elsewhere[:1]])[0]
-    assert "goes on after step 5" in again and " from here on" not in again
+    rates = [line["lr"] for line in metrics(straight("TP2"))]
+    assert [line["lr"] for line in metrics(folder)] == [*rates, 0.0], "by the checkpoint's cosine, which ends at step 6"
+    assert "goes on after step 7" in again and " in this recipe" not in again
