@@ -23,7 +23,7 @@ _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
 # what differs where nothing is changed about the training
 _UNTOLD = {"logging", "checkpoint", "may_read"}
 # what the learning rate is made of: Megatron's scheduler takes these from the checkpoint
-_SCHEDULED = ("optimizer.lr", "optimizer.schedule.", "train.steps")
+_SCHEDULED = ("optimizer.lr", "optimizer.min_lr", "optimizer.schedule.", "train.steps")
 _LONGEST = 80
 """Characters of a value in a line."""
 
