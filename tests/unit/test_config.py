@@ -216,6 +216,14 @@ def test_a_wrong_recipe_names_field_value_rule_and_remedy(fault):
     assert len(lines) == 1 and lines[0].startswith(expected), lines
 
 
+@pytest.mark.parametrize("field", BASE["model"]["architecture"])
+@pytest.mark.parametrize("value", [2**31, 2**70])
+def test_a_size_beyond_any_model_is_refused(field, value):
+    (line,) = errors_of(changed({f"model.architecture.{field}": value}))
+    assert line.strip().startswith(f"model.architecture.{field}: must be less than or equal to "), line
+    assert line.endswith(f"got {value}; change it to fit")
+
+
 def test_all_errors_are_reported_at_once():
     lines = errors_of(changed({"name": ..., "optimizer.lr": -1.0, "parallel.tensr": 2, "train.steps": "8"}))
     assert {line.split(":")[0] for line in lines} == {"name", "optimizer.lr", "parallel.tensr", "train.steps"}
