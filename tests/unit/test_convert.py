@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +20,8 @@ from megatron_support.errors import RolloutError
 from megatron_support.rollouts import read_rollouts, write_rollouts
 from megatron_support.rollouts.readers import FORMATS, read_dump
 from tests import dumps
+from tests.command_line import command
+from tests.ranks import run_ranks
 from tests.rollout_batch import assert_same, make_rollouts
 
 
@@ -135,7 +135,9 @@ def test_a_recipe_reads_a_dump_and_says_what_it_lost(tmp_path, capsys):
 
 def test_a_recipe_trains_on_a_dump(tmp_path):
     source = dumps.WRITERS["slime_train"](tmp_path)
-    assert main(["train", recipe(tmp_path, [source.name], sampling=SAMPLING, format="slime")]) == 0
+    arguments = ["train", recipe(tmp_path, [source.name], sampling=SAMPLING, format="slime")]
+    ((code, _, shown),) = run_ranks(1, command, tmp_path, arguments)  # no rank could be forked from here afterwards
+    assert code == 0, shown
     (written,) = tmp_path.glob("runs/*/rollouts*")
     rollouts = read_rollouts(written)
     assert rollouts.sample_ids == ("40", "41") and not rollouts.unknown_fields
@@ -222,24 +224,17 @@ def test_the_hostile_files_are_hostile(tmp_path):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nothing_in_a_file_runs(tmp_path, name):
-    """Through the command line, in a process of its own: nothing that this one has imported or patched helps."""
+def test_nothing_in_a_file_runs(tmp_path, capsys, name):
     write, message = HOSTILE[name]
     marker, target = tmp_path / "marker", tmp_path / "out.jsonl"
     source = write(tmp_path, marker)
     for arguments in (["convert", str(source), str(target)], ["inspect", str(source)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_support", *arguments],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        code = main(arguments)
         assert not marker.exists()
-        assert "Traceback" not in done.stderr
+        shown = capsys.readouterr().err
         if message is None:  # the metadata is passed over, the numbers are read
-            assert done.returncode == 0, done.stderr
+            assert code == 0, shown
         else:
-            assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
-            assert message in done.stderr or arguments[0] == "inspect"
+            assert code == 2 and shown.startswith("error: "), shown
+            assert message in shown or arguments[0] == "inspect"
     assert target.exists() == (message is None)
