@@ -13,6 +13,7 @@ from megatron_support.megatron.host import running_host
 from megatron_support.megatron.model import build_model
 from megatron_support.megatron.parallel import initialize_parallel
 from megatron_support.megatron.weights.export import export_huggingface
+from megatron_support.megatron.weights.huggingface import require_safetensors
 from megatron_support.training.saved import find_checkpoint, recipe_of, run_of
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
@@ -31,8 +32,10 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
         The checkpoint that was taken.
 
     Raises:
-        ConfigurationError: there is no checkpoint, it cannot be exported, or ``out`` cannot be written.
+        ConfigurationError: the extra ``hf`` is missing, there is no checkpoint, it cannot be exported, or ``out``
+            cannot be written.
     """
+    require_safetensors()
     checkpoint = find_checkpoint(Path(path).expanduser())
     folder = Path(out).expanduser()
     with running_host("cpu"):
