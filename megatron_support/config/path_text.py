@@ -11,8 +11,9 @@ from pydantic import AfterValidator
 
 MAX_NAME = 255
 """Bytes of one name between slashes, on Linux's file systems."""
-MAX_PATH = 4095
-"""Bytes of a whole path (Linux's PATH_MAX without its end), as it is given and from the root."""
+MAX_PATH = 4095 - 512
+"""Bytes of a whole path, as it is given and from the root: Linux's PATH_MAX without its end, less room for what a run
+or an export makes below it."""
 
 
 def check_path(path: str) -> str:

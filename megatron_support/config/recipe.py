@@ -288,8 +288,8 @@ class FileRollouts(StrictModel):
     or its sample is masked."""
 
 
-BrokenRule = Callable[[str], str | None]
-"""Which rule a value breaks and the remedy, or None."""
+TaskCheck = Callable[[str], str | None]
+"""Which rule the name of a task breaks and the remedy, or None."""
 
 
 class SamplerRollouts(StrictModel):
@@ -309,7 +309,7 @@ class SamplerRollouts(StrictModel):
     @classmethod
     def _registered(cls, task: str, info: ValidationInfo) -> str:
         """Tasks are registered above this package; whoever loads a recipe says how to ask for them."""
-        check: BrokenRule | None = (info.context or {}).get("task")
+        check: TaskCheck | None = (info.context or {}).get("task")
         broken = None if check is None else check(task)
         if broken is not None:
             raise ValueError(broken)
@@ -505,7 +505,7 @@ class Recipe(StrictModel):
     """One run."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
+    """At most 200 letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
     may_read: list[PathText] | None = None
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
@@ -532,9 +532,9 @@ class Recipe(StrictModel):
     @field_validator("name")
     @classmethod
     def _name_fits_a_folder(cls, value: str) -> str:
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", value) is None:
             raise ValueError(
-                "must be letters, digits, '.', '_' and '-', beginning with a letter or digit, "
+                "must be at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit, "
                 f"got {value!r}; the run folder is named after it, change it"
             )
         return value

@@ -79,7 +79,7 @@ BAD = {
     "misspelt type": (GOOD, ["rollouts.type=smpler"], ["unknown type, got 'smpler'; did you mean 'sampler'?"]),
     "wrong type": (GOOD, ["train.steps=many"], ["train.steps: must be", "got 'many'"]),
     "out of range": (GOOD, ["rollouts.sampling.top_p=1.5"], ["rollouts.sampling.top_p: must be", "got 1.5"]),
-    "folder in the name": (GOOD, ["name=a/b"], ["name: must be letters, digits", "got 'a/b'", "change it"]),
+    "folder in the name": (GOOD, ["name=a/b"], ["name: must be at most 200 letters, digits", "got 'a/b'", "change it"]),
     "group of one": (GOOD, ["rollouts.samples_per_prompt=1"], ["samples_per_prompt must be >= 2", "got 1", "raise it"]),
     "too many minibatches": (
         GOOD,
@@ -202,8 +202,8 @@ def test_what_is_no_override_is_refused(arguments, capsys):
 
 UNUSABLE = {
     "a NUL character": ("a\0b", "without NUL characters, got 'a\\x00b"),
-    "a long name": ("x" * 5000 + "", "of at most 4095 bytes, got 5"),
-    "many folders": ("folder/" * 700 + "x", "of at most 4095 bytes, got "),
+    "a long name": ("x" * 5000 + "", "of at most 3583 bytes, got 5"),
+    "many folders": ("folder/" * 700 + "x", "of at most 3583 bytes, got "),
     "one long name": ("runs/" + "x" * 300 + "", "names of at most 255 bytes, got one of 30"),
     "half a character": ("a\ud800", "must be a path in UTF-8, got 'a\\ud800"),
 }
@@ -289,3 +289,21 @@ def test_what_is_no_file_is_not_written_to(command, write, capsys, tmp_path):
             assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and name in line and "what is there is no regular file" in line
+
+
+def test_a_name_too_long_for_a_folder(write, capsys):
+    assert main(["train", write({**GOOD, "name": "x" * 201})]) == 2
+    assert "name: must be at most 200 letters, digits, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["rollouts.paths.0", "defaults"])
+def test_a_path_too_long_from_the_folder_of_its_recipe(field, write, capsys, tmp_path):
+    part = "f" * 200 + "/"
+    folder = tmp_path / (part * 9)
+    folder.mkdir(parents=True)
+    text = json.dumps({**GOOD, **FIELDS[field]}).replace("{}", part * 9 + "x")
+    (folder / "recipe.yaml").write_text(text)
+    write(GOOD)
+    assert main(["train", str(folder / "recipe.yaml")]) == 2
+    shown = capsys.readouterr().err
+    assert f"{field}: must be a path of at most 3583 bytes, got 3" in shown, shown[-300:]

@@ -202,9 +202,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mapping": ({"train": 3}, "train: must be a mapping of fields, got 3; write its fields below it"),
     "name": (
         {"name": "a/b"},
-        "name: must be letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        "name: must be at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ),
-    "empty name": ({"name": ""}, "name: must be letters, digits, '.', '_' and '-'"),
+    "empty name": ({"name": ""}, "name: must be at most 200 letters, digits, '.', '_' and '-'"),
     "loss": ({"loss.surrogate": {"type": "ppo_clp"}}, "loss.surrogate.type: unknown surrogate, got 'ppo_clp'; did you"),
 }
 
