@@ -75,7 +75,7 @@ def _be_quiet() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
         logging.getLogger(module).setLevel(logging.ERROR)
     # torch names the caller, and on the CPU its calls go through a mode of ours
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron_support\.megatron\.host$")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron_support\.megatron\.cpu_shim$")
 
 
 def _say(error: Exception) -> None:
