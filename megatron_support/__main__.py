@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_support import __version__
 from megatron_support.commands import COMMANDS
-from megatron_support.commands.common import BAD_INPUT, FAILURE
+from megatron_support.commands.common import BAD_INPUT, FAILURE, check_paths
 from megatron_support.errors import CheckpointError, ConfigurationError, Fault, PeerError, RolloutError
 
 
@@ -26,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     _be_quiet()
     try:
+        check_paths(options)
         return options.command(options)
     except (ConfigurationError, RolloutError, Fault) as error:
         _say(error)
@@ -33,28 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         _say(error)
         return FAILURE
-    except (OSError, ValueError) as error:
-        unusable = _unusable_path(error)
-        if unusable is None:
-            raise
-        _say(unusable)
-        return BAD_INPUT
     except PeerError:
         return FAILURE
     except KeyboardInterrupt:
         return 130
-
-
-def _unusable_path(error: OSError | ValueError) -> ConfigurationError | None:
-    """A message where the operating system takes no such name for a file, whichever command opened it."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return ConfigurationError(
-            f"a path must be a name that the system takes, got {str(error.filename)[:40]!r}... of "
-            f"{len(str(error.filename))} characters ({error.strerror}); give a shorter one"
-        )
-    if "embedded null byte" in str(error) or "embedded null character" in str(error):
-        return ConfigurationError("a path must hold no null character, and one that was given does; take it out")
-    return None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -93,7 +75,7 @@ def _be_quiet() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
         logging.getLogger(module).setLevel(logging.ERROR)
     # torch names the caller, and on the CPU its calls go through a mode of ours
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron_support\.megatron\.host$")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron_support\.megatron\.cpu_shim$")
 
 
 def _say(error: Exception) -> None:

@@ -7,6 +7,7 @@
 #   NPROC_PER_NODE              ranks of a machine, the same on all (default: its GPUs)
 #   MAX_RESTARTS                how often all ranks are started again after one failed (default 0)
 #   JOIN_TIMEOUT                seconds that machines wait for each other (default 900)
+#   TORCH_DISABLE_SHARE_RDZV_TCP_STORE   1: ranks that start again meet in a new store, not among those gone (default 1)
 #   LOCAL_ADDR                  this machine's address as the others see it (default: on the route to MASTER_ADDR)
 set -euo pipefail
 # shellcheck source=common.sh
@@ -23,6 +24,8 @@ MASTER_PORT="${MASTER_PORT:-29500}" MAX_RESTARTS="${MAX_RESTARTS:-0}" JOIN_TIMEO
 require_integer MASTER_PORT 1 65535 "a free port of machine 0, the same on all"
 require_integer MAX_RESTARTS 0 any "how often failed ranks start again"
 require_integer JOIN_TIMEOUT 1 any "the seconds that machines wait for each other"
+# the launcher would keep one store over restarts (pytorch/pytorch#135712)
+: "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:=1}"; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE
 default_ranks
 python="$(find_installed)"
 
@@ -67,6 +70,7 @@ else
   LOCAL_ADDR="${LOCAL_ADDR:-$(own_address)}"
 fi
 
+[ -z "$DRY_RUN" ] || printf 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=%q ' "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 start "$python" -m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" \
   --max-restarts "$MAX_RESTARTS" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" \
   --rdzv-id "megatron-support-$MASTER_PORT" \

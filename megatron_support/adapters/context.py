@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from megatron_support.config.base import StrictModel
+from megatron_support.config.bounds import PositiveInt
 from megatron_support.config.loss import ActorLossConfig
-from megatron_support.config.recipe import LogprobConfig, PositiveInt, SamplingConfig
+from megatron_support.config.recipe import LogprobConfig, SamplingConfig
 from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError, LogprobFault
 from megatron_support.loss import describe_faults, find_faults

@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--own-layout", action="store_true", help="the recipe's own layout, and no other that fits")
     parser.add_argument("--full", action="store_true", help="every combination of layout, loss and microbatches")
     parser.add_argument("--json", metavar="FILE", help="write the table there too")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"json": "--json"})
 
 
 def run(options: argparse.Namespace) -> int:

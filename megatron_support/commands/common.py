@@ -40,6 +40,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigurationError: every broken rule at once.
     """
+    check_path_argument(path, "RECIPE")
     from megatron_support.config import load_recipe
     from megatron_support.training.tasks import unknown_task
 
@@ -65,6 +66,32 @@ def check_ranks(recipe: Recipe, ranks: int | None) -> None:
         validate_layout(recipe.model.architecture, recipe.parallel, ranks or 1)
 
 
+def check_paths(options: argparse.Namespace) -> None:
+    """Check the arguments that a command names in ``paths``: destinations, and how messages call them.
+
+    Raises:
+        ConfigurationError: as :func:`check_path_argument`.
+    """
+    for destination, argument in getattr(options, "paths", {}).items():
+        path = getattr(options, destination)
+        if path is not None:
+            check_path_argument(path, argument)
+
+
+def check_path_argument(path: str | Path, argument: str) -> None:
+    """Check that a file can have the name that an argument gives.
+
+    Raises:
+        ConfigurationError: it has a NUL character, or is too long.
+    """
+    from megatron_support.config.path_text import check_path
+
+    try:
+        check_path(str(path))
+    except ValueError as error:
+        raise ConfigurationError(f"{argument} {error}") from None
+
+
 def positive(text: str) -> int:
     """An argument that is an integer >= 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -81,14 +108,12 @@ def write_page(path: Path, page: str, argument: str) -> None:
     """Write an HTML page.
 
     Raises:
-        ConfigurationError: the folder is missing or cannot be written, or no file is there but a folder or a pipe;
-            ``argument`` named it.
+        ConfigurationError: the folder is missing or cannot be written, or no file can be there; ``argument`` named it.
     """
-    if path.exists() and not path.is_file():
-        raise ConfigurationError(
-            f"{argument} must be a file that can be written, got {path}, which is none; give another"
-        )
+    from megatron_support.config.path_text import check_target
+
     try:
+        check_target(path)
         path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(

@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
         "outside the support, or mask its sample",
     )
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="refuse token ids at or above N")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"source": "IN", "target": "OUT"})
 
 
 def run(options: argparse.Namespace) -> int:

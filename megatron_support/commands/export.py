@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("path", metavar="RUN", help="a run folder (its newest checkpoint), or a checkpoint folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must be empty, or not be there")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"path": "RUN", "out": "OUT"})
 
 
 def run(options: argparse.Namespace) -> int:

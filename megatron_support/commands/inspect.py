@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
         metavar="RECIPE",
         help="the recipe whose model has the tokenizer, for the text of tokens in the page",
     )
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"file": "FILE", "html": "--html"})
 
 
 def run(options: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         help="a second loss beside the first: another recipe, or the first with other fields",
     )
     parser.add_argument("--samples", type=positive, default=8, metavar="N", help="rows of the table of tokens (8)")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"file": "FILE"})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_support.rollouts.files import read_rollouts
-    from megatron_support.training.folder import RECIPE, ROLLOUTS, newest_run
+    from megatron_support.training.folder import ROLLOUTS, newest_run
     from megatron_support.training.replay import replay
     from megatron_support.training.replay_table import print_comparison, print_replay
+    from megatron_support.training.saved import RECIPE
 
     named, changes = _split(options.compare or [])
     path, recipe_path = Path(options.file), options.recipe
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         recipe_path = recipe_path or str(path / RECIPE)
         path = path / ROLLOUTS
     first, recipe = _configuration(recipe_path, options.overrides)
+    second, _ = _configuration(named or recipe_path, changes if named else [*options.overrides, *changes])
     rollouts = read_rollouts(path, keep_faults=True)
     text_of = _text(recipe)
     console = Console()
@@ -72,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     if options.compare is None:
         print_replay(result, console, text_of, samples=options.samples)
         return SUCCESS
-    second, _ = _configuration(named or recipe_path, changes if named else [*options.overrides, *changes])
     names = (_name(recipe_path, options.overrides), _name(named or recipe_path, changes))
     print_comparison(result, replay(second, rollouts), names, console, text_of, samples=options.samples)
     return SUCCESS

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, or a folder of them: then its newest run")
     parser.add_argument("--out", metavar="FILE", help="where to (default: report.html in the run folder)")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"run": "RUN", "out": "--out"})
 
 
 def run(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
         help="whose they are, which says which columns they fill (default: previous)",
     )
     parser.add_argument("--ranks", type=positive, metavar="N", help="start N ranks on this machine")
-    parser.set_defaults(command=run)
+    parser.set_defaults(command=run, paths={"file": "FILE", "output": "--output"})
 
 
 def run(options: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ class StrictModel(BaseModel):
             ConfigurationError: one line per error, each naming field, value, rule and remedy.
         """
         try:
-            return cls.model_validate(dict(data), context=None if context is None else dict(context))
+            return cls.model_validate(dict(data), context=context)
         except ValidationError as error:
             lines = [line for details in error.errors() for line in describe_errors(details, cls)]
             head = f"{source or cls.__name__}: {len(lines)} error{'s' if len(lines) > 1 else ''}"

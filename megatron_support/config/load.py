@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_support.config.base import StrictModel
+from megatron_support.config.path_text import check_path
 from megatron_support.config.paths import absolute, allowed_folders, anchored, check_allowed
-from megatron_support.config.recipe import BrokenRule, Recipe
+from megatron_support.config.recipe import Recipe, TaskCheck
 from megatron_support.config.yaml_rules import RuleBroken, check_interpolations, check_yaml, read_text
 from megatron_support.errors import ConfigurationError
 
@@ -23,7 +24,7 @@ MAX_FILES = 64
 Schema = TypeVar("Schema", bound=StrictModel)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_task: BrokenRule | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_task: TaskCheck | None = None) -> Recipe:
     """Read a recipe.
 
     Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. What a
@@ -100,7 +101,11 @@ class _Reading:
     def base(self, heir: Path, name: str) -> Path:
         """A file that ``heir`` names in its defaults, where it may be read."""
         assert self._folders is not None
-        path = heir.parent / Path(name).expanduser()
+        try:
+            path = heir.parent / Path(check_path(name)).expanduser()
+            check_path(str(path))
+        except ValueError as error:
+            raise ConfigurationError(f"{heir}: defaults: {error}") from None
         there = absolute(path, Path.cwd())
         check_allowed(there, (*self._folders, absolute(heir.parent, Path.cwd())), field="defaults", source=heir)
         return path

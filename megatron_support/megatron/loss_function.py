@@ -126,8 +126,7 @@ class MegatronActorLoss:
         output = run_chunk(chunk, batch, fused=self.fused)
 
         def count(tensor: Tensor, non_loss_data: bool = True) -> Tensor:
-            parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.logprobs}
-            found = self.actor_loss(batch, batch_logprobs(output, batch, **parts), metrics="minimal")
+            found = self.actor_loss(batch, self._values(output, batch), metrics="minimal")
             nll = found.metrics["positive_nll_loss"]
             assert isinstance(nll, Mean)
             positive = torch.as_tensor(nll.count, device=tensor.device).long()
@@ -142,15 +141,8 @@ class MegatronActorLoss:
             ``(loss, record)``, or ``(loss sum, count, record)`` where the schedule divides by a total of counts: of
             survivors, or of tokens where auxiliary losses of experts are multiplied by them.
         """
-        parts: dict[str, Any] = {"model": self.model, "groups": self.groups, "logprobs": self.logprobs}
-        compared = support_metrics(output, batch, **parts)
-        values = batch_logprobs(
-            output,
-            batch,
-            **parts,
-            entropy=self.config.entropy_coef != 0,
-            inplace_backward=True,
-        )
+        compared = support_metrics(output, batch, model=self.model, groups=self.groups, logprobs=self.logprobs)
+        values = self._values(output, batch, entropy=self.config.entropy_coef != 0, inplace_backward=True)
         result = self.actor_loss(batch, values)
         record = MicrobatchRecord(
             batch=batch,
@@ -167,6 +159,9 @@ class MegatronActorLoss:
             tokens = torch.tensor(batch.targets.numel(), dtype=torch.int, device=result.loss.device)
             return result.loss * self.minibatch.padded_tokens, tokens, record
         return result.loss * self.factor, record
+
+    def _values(self, output: StageOutput, batch: TokenBatch, **options: bool) -> TokenLogprobs:
+        return batch_logprobs(output, batch, model=self.model, groups=self.groups, logprobs=self.logprobs, **options)
 
     def actor_loss(
         self, batch: TokenBatch, values: TokenLogprobs, *, metrics: Literal["full", "minimal"] = "full"
@@ -260,6 +255,26 @@ def count_survivors(
         tokens=tokens or before.tokens,
         sequences=sequences or before.sequences,
         positive_tokens=positive or before.positive_tokens,
+    )
+
+
+def counted_actor_loss(
+    config: ActorLossConfig,
+    *,
+    model: ModelParts,
+    minibatch: Minibatch,
+    groups: ParallelGroups,
+    logprobs: LogprobConfig | None = None,
+) -> MegatronActorLoss:
+    """The loss of a minibatch, after the pass of :func:`count_survivors` where the configuration needs one.
+
+    Arguments and errors as for :class:`MegatronActorLoss`.
+    """
+    denominators = None
+    if counts_ahead(config):
+        denominators = count_survivors(config, model=model, minibatch=minibatch, groups=groups, logprobs=logprobs)
+    return MegatronActorLoss(
+        config, model=model, minibatch=minibatch, groups=groups, logprobs=logprobs, denominators=denominators
     )
 
 

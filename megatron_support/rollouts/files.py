@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_support.config.path_text import check_target
 from megatron_support.errors import RolloutError
 from megatron_support.rollouts.batch import PER_TOKEN, RolloutBatch, shortest_decimal
 from megatron_support.rollouts.raw_rows import json_rows, parquet_rows
@@ -111,6 +112,7 @@ def write_rollouts(path: str | Path, rollouts: RolloutBatch) -> None:
     path = Path(path)
     check_ending(path)
     try:
+        check_target(path)
         if path.suffix == ".jsonl":
             with path.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in _plain_rows(rollouts))

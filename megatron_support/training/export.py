@@ -6,16 +6,15 @@ import shutil
 from pathlib import Path
 
 import torch
-import yaml
 
-from megatron_support.config.recipe import MegatronWeights, ModelConfig, ParallelConfig, Recipe
+from megatron_support.config.recipe import MegatronWeights, ModelConfig, ParallelConfig
 from megatron_support.megatron.checkpoint import read_saved_model
 from megatron_support.megatron.host import running_host
 from megatron_support.megatron.model import build_model
 from megatron_support.megatron.parallel import initialize_parallel
 from megatron_support.megatron.weights.export import export_huggingface
-from megatron_support.training.folder import RECIPE
-from megatron_support.training.saved import find_checkpoint
+from megatron_support.megatron.weights.huggingface import require_safetensors
+from megatron_support.training.saved import find_checkpoint, recipe_of, run_of
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 
@@ -33,8 +32,10 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
         The checkpoint that was taken.
 
     Raises:
-        ConfigurationError: there is no checkpoint, it cannot be exported, or ``out`` cannot be written.
+        ConfigurationError: the extra ``hf`` is missing, there is no checkpoint, it cannot be exported, or ``out``
+            cannot be written.
     """
+    require_safetensors()
     checkpoint = find_checkpoint(Path(path).expanduser())
     folder = Path(out).expanduser()
     with running_host("cpu"):
@@ -52,12 +53,9 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
-    run = next((parent for parent in checkpoint.parents if (parent / RECIPE).is_file()), None)
-    if run is None:
-        return
-    weights = Recipe.from_dict(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))).model.weights
-    if weights.type != "huggingface":
+    recipe = recipe_of(run_of(checkpoint))
+    if recipe is None or recipe.model.weights.type != "huggingface":
         return
     for pattern in _TOKENIZER_FILES:
-        for file in Path(weights.path).glob(pattern):
+        for file in Path(recipe.model.weights.path).glob(pattern):
             shutil.copy(file, folder / file.name)

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_support.config.path_text import check_target
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name of the same ending to write under; at the end of the block it is ``path``, after an error it is gone."""
+    """A name of the same ending to write under; at the end of the block it is ``path``, after an error it is gone.
+
+    Raises:
+        OSError: as :func:`check_target`, before the block.
+    """
+    check_target(path)
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
         yield temporary

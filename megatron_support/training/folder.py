@@ -18,9 +18,10 @@ from megatron_support.rollouts.batch import RolloutBatch
 from megatron_support.rollouts.files import write_rollouts
 from megatron_support.training.files import replace_file, try_writing
 from megatron_support.training.run_lock import lock_file
+from megatron_support.training.saved import RECIPE
 from megatron_support.training.tracking import WandbRun
 
-RECIPE, METRICS, TENSORBOARD, SUMMARY = "recipe.yaml", "metrics.jsonl", "tensorboard", "summary.json"
+METRICS, TENSORBOARD, SUMMARY = "metrics.jsonl", "tensorboard", "summary.json"
 ROLLOUTS = "rollouts_last_step.jsonl"
 STOPPED = "stopped.json"
 TOKENS, TOKEN_TEXT, ENVIRONMENT = "tokens.jsonl", "token_text.json", "environment.json"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
-from megatron_support.training.folder import ENVIRONMENT, RECIPE, SUMMARY
+from megatron_support.training.folder import ENVIRONMENT, SUMMARY
 from megatron_support.training.run_lock import is_locked
-from megatron_support.training.saved import is_checkpoint, newest_checkpoint
+from megatron_support.training.saved import RECIPE, is_checkpoint, newest_checkpoint, recipe_of
 
 # what may differ between a run and its continuation
 _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
@@ -91,34 +87,8 @@ def _of_this_launch(run: Path) -> bool:
         return False
 
 
-def changed_fields(recipe: Recipe, checkpoint: Path) -> list[str]:
-    """``field: before -> now`` where the run that wrote a checkpoint had another recipe, as far as its folder tells."""
-    found = _recipe_of(checkpoint.parent.parent)
-    if found is None:
-        return []
-    before, now = (_flat(each.model_dump(exclude=_FREE)) for each in (found, recipe))
-    names = [*before, *(name for name in now if name not in before)]
-    return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names if before.get(name) != now.get(name)]
-
-
-def _flat(tree: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
-    """Values by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _flat(value, f"{parent}{name}.") if isinstance(value, dict) else {parent + name: value}
-    return found
-
-
-def _recipe_of(run: Path) -> Recipe | None:
-    path = run / RECIPE
-    try:  # another run's file may hold anything, and must not stop this one
-        return Recipe.from_dict(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else None
-    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError):  # ConfigurationError is a ValueError
-        return None
-
-
 def _continues(recipe: Recipe, run: Path) -> bool:
-    found = _recipe_of(run)
+    found = recipe_of(run)
     if found is None:
         return False
     resume = recipe.checkpoint.resume

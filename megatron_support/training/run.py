@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,8 @@ from megatron_support.training.environment import describe_environment
 from megatron_support.training.folder import RunFolder
 from megatron_support.training.history import History
 from megatron_support.training.progress import ProgressView, SilentProgress, Values, make_progress
-from megatron_support.training.resume import Start, changed_fields, find_start, launch_id
+from megatron_support.training.recipe_changes import recipe_changes
+from megatron_support.training.resume import Start, find_start, launch_id
 from megatron_support.training.saved import CHECKPOINT
 from megatron_support.training.stop import StopSignals
 from megatron_support.training.summary import Summary, print_summary
@@ -57,7 +59,7 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
         view = _LateView(on_phase)
         training = build_training(checked, groups, view.phase)
         start, folder = _start_together(recipe, groups, host)
-        history, done = _load(start, training)
+        history, done, saved_recipe = _load(start, training)
         folder.environment = {**describe_environment(groups, host.device), "launch": launch_id()}
         say = (lambda line: _say(console, line)) if groups.is_main else (lambda line: None)
         say(f"{recipe.name}: {_describe(checked, groups, host)}")
@@ -65,8 +67,8 @@ def train(recipe: Recipe, console: Console, *, on_phase: OnPhase | None = None) 
             say(note)
         if start.checkpoint is not None:
             say(f"goes on after step {done} of {start.checkpoint}")
-            for line in changed_fields(recipe, start.checkpoint):
-                say(f"  with another {line}")
+            for line in recipe_changes(saved_recipe, recipe) if groups.is_main and saved_recipe else []:
+                say(line)
         disk = Disk(recipe, groups, host.device, say)
         checkpoints = Checkpoints(recipe, training, disk, folder.path, start=done if start.run else 0)
         checkpoints.check()
@@ -211,14 +213,15 @@ def _start_together(recipe: Recipe, groups: ParallelGroups, host: Host) -> tuple
     return start, folder
 
 
-def _load(start: Start, training: Training) -> tuple[History, int]:
-    """What the run has behind it: history and steps."""
+def _load(start: Start, training: Training) -> tuple[History, int, Mapping[str, Any]]:
+    """What the run has behind it: history, steps, and the recipe of the checkpoint (empty where it has none)."""
     if start.checkpoint is None:
-        return History(), 0
+        return History(), 0, {}
     step = training.actor_step
     saved = load_checkpoint(start.checkpoint, training.model, optimizer=step.optimizer, scheduler=step.scheduler)
     step.steps = saved.step
-    return History.from_dict(saved.progress) if saved.progress else History(), saved.step
+    history = History.from_dict(saved.progress) if saved.progress else History()
+    return history, saved.step, saved.progress.get("recipe", {})
 
 
 def _describe(checked: CheckedRecipe, groups: ParallelGroups, host: Host) -> str:

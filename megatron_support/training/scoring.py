@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from megatron_support.config.path_text import check_target
 from megatron_support.config.recipe import Recipe
 from megatron_support.distributed.board import one_error
 from megatron_support.distributed.errors import decide_together
@@ -120,10 +121,11 @@ def _check_output(output: str) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigurationError(f"--output must end in .jsonl or .parquet, got {output}; rename it")
     try:
+        check_target(path)
         try_writing(path.parent)
     except OSError as error:
         raise ConfigurationError(
-            f"--output must be in a folder that can be written, got {output} ({error.strerror}); choose another"
+            f"--output must be a file in a folder that can be written, got {output} ({error.strerror}); choose another"
         ) from None
 
 

@@ -145,8 +145,9 @@ def test_a_path_is_a_run_or_a_checkpoint_of_one(tmp_path):
     assert names(folder) == ["latest", "step_2", "step_4", "step_5"]
     changed = [f"checkpoint.resume={folder / 'checkpoints' / 'step_2'}", "timeout_minutes=7", "logging.progress=off"]
     text = run_ranks(1, runs.run, tmp_path, changed)[0]
-    lines = [line for line in text.splitlines() if "with another" in line]
-    assert len(lines) == 1 and lines[0].startswith("  with another timeout_minutes: ") and lines[0].endswith("-> 7.0")
+    (line,) = [line for line in text.splitlines() if line.endswith(" in this recipe")]
+    assert line.startswith("timeout_minutes: ") and line.endswith(" in the checkpoint, 7.0 in this recipe")
+    assert "the learning rate" not in text
     assert "goes on after step 2" in text
     branch = next(path for path in (tmp_path / "runs").iterdir() if path != folder)
     assert [line["step"] for line in metrics(branch)] == [3, 4, 5, 6]
@@ -166,3 +167,28 @@ def test_a_checkpoint_written_meanwhile_is_the_one_written_at_once(straight, tmp
     run_ranks(2, runs.run, tmp_path, [*LAYOUTS["TP2"], "checkpoint.async_save=true", "checkpoint.every=1"])
     assert names(only_run(tmp_path)) == ["latest", "step_5", "step_6"]
     assert_same(only_run(tmp_path), straight("TP2"))
+
+
+def test_a_resumed_run_says_what_its_recipe_has_changed(straight, tmp_path):
+    """The first rank alone, one line a field; what is logged and kept is none."""
+    folder, _ = stopped(tmp_path, LAYOUTS["TP2"], SignalAt("update", 5))
+    changed = ["seed=7", "optimizer.lr=0.01", "optimizer.schedule={type: constant}", "train.steps=7"]
+    elsewhere = [f"checkpoint.resume={folder}", "logging.tokens=false", "checkpoint.keep_last=1"]
+    texts = run_ranks(2, runs.run, tmp_path, [*LAYOUTS["TP2"], *changed, *elsewhere])
+    lines = texts[0].splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("goes on after step "))
+    told = [line for line in lines[begin + 1 :] if line.endswith(" in this recipe")]
+    assert told == lines[begin + 1 : begin + 1 + len(told)]
+    assert set(told) == {
+        "seed: 1234 in the checkpoint, 7 in this recipe",
+        "optimizer.lr: 0.02 in the checkpoint, 0.01 in this recipe",
+        'optimizer.schedule.type: "cosine" in the checkpoint, "constant" in this recipe',
+        "train.steps: 6 in the checkpoint, 7 in this recipe",
+        "optimizer.schedule.warmup_steps: 2 in the checkpoint, 0 in this recipe",
+    }
+    assert lines[begin + 1 + len(told)].startswith("the learning rate goes on by the checkpoint's schedule")
+    assert len(told) == len(set(told)) and " in this recipe" not in texts[1]
+    again = run_ranks(2, runs.run, tmp_path, [*LAYOUTS["TP2"], *changed, *elsewhere[:1]])[0]
+    rates = [line["lr"] for line in metrics(straight("TP2"))]
+    assert [line["lr"] for line in metrics(folder)] == [*rates, 0.0], "by the checkpoint's cosine, which ends at step 6"
+    assert "goes on after step 7" in again and " in this recipe" not in again

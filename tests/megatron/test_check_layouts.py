@@ -24,6 +24,7 @@ from megatron_support.training.check_layouts.measure import Measurement
 from megatron_support.training.check_layouts.problem import budgets_of, own_problem
 from megatron_support.training.check_layouts.report import Report, print_report
 from megatron_support.types import SamplingParams
+from tests import no_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,15 +152,20 @@ def test_files_are_truncated_once_for_all_layouts(recipe, tmp_path):
     assert report["sequences"] == 4 and report["response_tokens"] + report["boundary_tokens"] == 4 * 6
 
 
-def test_bad_requests_are_refused(tmp_path, capsys, monkeypatch):
+def test_bad_requests_are_refused(tmp_path, capfd, monkeypatch):
     assert main(["check", "parallel.tensor=2"]) == 2
-    assert "need --recipe" in capsys.readouterr().err
+    assert "need --recipe" in capfd.readouterr().err
     assert main(["check", "--own-layout"]) == 2
-    assert "--own-layout needs --recipe RECIPE" in capsys.readouterr().err
+    assert "--own-layout needs --recipe RECIPE" in capfd.readouterr().err
     assert main(["check", "--world", "1", "--json", str(tmp_path / "missing" / "x.json")]) == 2
+    capfd.readouterr()
+    for kind in no_files.KINDS:
+        with no_files.standing(tmp_path / "x.json", kind):
+            assert main(["check", "--world", "1", "--json", str(tmp_path / "x.json")]) == 2
+        assert "what is there is no regular file" in capfd.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["check", "--world", "2"]) == 2
-    assert "drop --world" in capsys.readouterr().err
+    assert "drop --world" in capfd.readouterr().err
 
 
 def test_layouts_cover_what_fits():

@@ -15,6 +15,7 @@ from megatron_support.rollouts import files
 from megatron_support.rollouts.files import read_rollouts, write_rollouts
 from megatron_support.training.replay import changed_tokens, replay, worst_tokens
 from megatron_support.training.scoring import ROLES
+from tests import no_files
 from tests.command_line import command
 from tests.ranks import run_ranks
 
@@ -106,7 +107,10 @@ def test_the_command_offers_every_role():
 
 
 REFUSED = {
-    "no folder": (["--output", "gone/out.jsonl"], "--output must be in a folder that can be written, got gone/out"),
+    "no folder": (
+        ["--output", "gone/out.jsonl"],
+        "--output must be a file in a folder that can be written, got gone/out",
+    ),
     "another ending": (["--output", "out.csv"], "--output must end in .jsonl or .parquet, got out.csv"),
     "too long": (["--output", "out.jsonl", "train.microbatch.max_tokens=3"], "max_tokens=3"),
     "vocabulary": (["--output", "out.jsonl", "model.architecture.vocab_size=64"], "must be in the vocabulary [0, 64)"),
@@ -120,6 +124,17 @@ def test_score_refuses_before_it_writes(case, tmp_path):
     assert [code for code, _, _ in results] == [2, 2]
     assert [message in err for _, _, err in results].count(True) == 1, results
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_score_goes_to_a_file_and_nowhere_else(tmp_path):
+    def on_rank(rank, world):
+        for kind in no_files.KINDS:
+            arguments = ["score", str(ROLLOUTS), str(QUICKSTART), "parallel={}", "--output", "out.jsonl"]
+            with no_files.standing(tmp_path / "out.jsonl", kind):
+                code, _, shown = command(rank, world, tmp_path, arguments)
+            assert code == 2 and "got out.jsonl (what is there is no regular file); choose another" in shown
+
+    run_ranks(1, on_rank, timeout=60)
 
 
 def test_a_file_can_be_scored_in_place_and_stays_whole_when_writing_fails(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """What a run exports, transformers reads with equal logits: whatever layout saved it."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megatron_support.megatron.checkpoint import save_checkpoint
 from megatron_support.megatron.weights.export import export_huggingface
 from megatron_support.megatron.weights.huggingface import HuggingFaceSource
 from megatron_support.training.export import export_checkpoint
+from tests.command_line import command
 from tests.megatron.tiny import TINY, last_stage, tiny_model, tokens, whole_logits
 from tests.ranks import run_ranks
 
@@ -83,6 +86,32 @@ def test_it_is_what_was_loaded_bit_by_bit_in_several_files(tmp_path):
     for name in tensor_shapes(TINY):
         assert torch.equal(source.tensor(name), drawn.tensor(name)), name
     assert source.architecture.model_dump(exclude={"head_dim"}) == TINY.model_dump(exclude={"head_dim"})
+
+
+def test_its_files_have_the_rights_of_any_file(tmp_path):
+    def on_rank(rank, world):
+        model, _ = tiny_model()
+        for umask, rights in ((0o022, 0o644), (0o027, 0o640)):
+            os.umask(umask)  # of this forked rank alone
+            export_huggingface(model, tmp_path / f"{umask:o}", max_file_bytes=20_000)
+            files = list((tmp_path / f"{umask:o}").iterdir())
+            assert len(files) > 3 and {file.stat().st_mode & 0o777 for file in files} == {rights}
+
+    run_ranks(1, on_rank)
+
+
+def test_without_the_extra_nothing_is_made(tmp_path):
+    run_ranks(1, _save, ParallelConfig(), tmp_path / "saved", TINY)
+
+    def on_rank(rank, world):
+        sys.modules["safetensors"] = None  # importing it is an ImportError
+        with pytest.raises(ConfigurationError, match=r"need the package safetensors; pip install"):
+            export_huggingface(tiny_model()[0], tmp_path / "library")
+        return command(rank, world, tmp_path, ["export", "saved", "out/folder"])
+
+    ((code, _, shown),) = run_ranks(1, on_rank)
+    assert code == 2 and shown.endswith("need the package safetensors; pip install 'megatron-support[hf]'\n"), shown
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_bfloat16_stays_bfloat16(tmp_path):

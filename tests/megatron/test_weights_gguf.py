@@ -1,5 +1,12 @@
 """GGUF files: llama.cpp's head interleaving is undone, quantised tensors are dequantised, bad files are refused."""
 
+import os
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,6 +22,8 @@ from tests.ranks import run_ranks
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need the hf extra: pip install 'megatron-support[hf]'")
 
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs/quickstart.yaml"
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -166,6 +175,95 @@ def test_unsupported_or_incomplete_file(tmp_path, kind, options, message):
     path = write(tmp_path / "model.gguf", kind, TINY, **options)
     with pytest.raises(ConfigurationError, match=message):
         GGUFSource(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("block_count", "num_layers"),
+        ("embedding_length", "hidden_size"),
+        ("attention.head_count", "num_attention_heads"),
+        ("attention.head_count_kv", "num_query_groups"),
+        ("feed_forward_length", "ffn_hidden_size"),
+        ("context_length", "max_sequence_length"),
+        ("attention.key_length", "head_dim"),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused(tmp_path, name, field):
+    path = write(tmp_path / "model.gguf", "llama", TINY, metadata={name: 2**32 - 1})
+    with pytest.raises(ConfigurationError, match=rf"model.gguf: 1 error\n  {field}: must be less .*, got 4294967295;"):
+        GGUFSource(path)
+
+
+CLAIM = 10**12
+
+
+def text(name):
+    return struct.pack("<Q", len(name)) + name
+
+
+_KEY = text(b"general.name")
+_VALUE = struct.pack("<I", 8) + text(b"x")
+
+
+def hostile(tensors=0, fields=1, key=_KEY, value=_VALUE, rest=b""):
+    """The start of a GGUF file: magic, version 3, counts, one key with its value, what follows."""
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + key + value + rest
+
+
+_TENSOR = text(b"token_embd.weight") + struct.pack("<I", 2)
+CLAIMS = {
+    "tensors": hostile(tensors=CLAIM),
+    "tensors by the most": hostile(tensors=2**64 - 1),
+    "fields": hostile(fields=CLAIM),
+    "key": hostile(key=struct.pack("<Q", CLAIM)),
+    "text": hostile(value=struct.pack("<IQ", 8, CLAIM)),
+    "text by the most": hostile(value=struct.pack("<IQ", 8, 2**64 - 1)),
+    "list of numbers": hostile(value=struct.pack("<IIQ", 9, 4, CLAIM)),
+    "list of texts": hostile(value=struct.pack("<IIQ", 9, 8, CLAIM)),
+    "list of lists": hostile(value=struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+    "list of bytes in the file": hostile(value=struct.pack("<IIQ", 9, 0, 2**22 + 1), rest=bytes(2**22 + 1)),
+    "tensor name": hostile(tensors=1, rest=struct.pack("<Q", CLAIM)),
+    "tensor dimensions": hostile(tensors=1, rest=text(b"a") + struct.pack("<I", 2**32 - 1)),
+    "tensor shape": hostile(tensors=1, rest=_TENSOR + struct.pack("<QQIQ", CLAIM, CLAIM, 0, 0)),
+    "tensor size": hostile(tensors=1, rest=_TENSOR + struct.pack("<QQIQ", CLAIM, 1, 0, 0)),
+    "tensor place": hostile(tensors=1, rest=_TENSOR + struct.pack("<QQIQ", 1, 1, 0, 2**64 - 32)),
+}
+MEMORY = 6 * 2**30
+"""Of the address space, in which importing torch takes most."""
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_claimed_length_is_not_believed(claim, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(CLAIMS[claim])
+    with pytest.raises(ConfigurationError, match=r"model.gguf: not a readable GGUF file \(.*\); download it again"):
+        read_gguf_architecture(path)
+
+
+def test_the_command_line_refuses_claims_in_little_memory(tmp_path):
+    """In one process for all: a limit of memory stays."""
+    claims = ("tensors", "text", "list of numbers")
+    for number, claim in enumerate(claims):
+        (tmp_path / f"{number}.gguf").write_bytes(CLAIMS[claim])
+    program = (
+        "import sys; from megatron_support.__main__ import main\n"
+        f"given = ['validate', {str(RECIPE)!r}, 'model.architecture=null']\n"
+        f"files = [f'model.weights={{{{type: gguf, path: {tmp_path}/{{number}}.gguf}}}}' for number in range(3)]\n"
+        "sys.exit(int([main([*given, file]) for file in files] != [2, 2, 2]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(claims)
+    assert all(line.startswith("error: ") and "not a readable GGUF file" in line for line in lines), lines
 
 
 def test_paths(tmp_path, monkeypatch):

@@ -146,7 +146,6 @@ def _copy(folder, target, **changes):
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             r"rope_type must be default or llama3, got 'yarn'",
         ),
-        ({"hidden_size": 2**70}, r"config.json: 1 error\n  hidden_size: must be less than or equal to 2147483647"),
         ({"num_hidden_layers": None}, r"config.json: num_hidden_layers must be an integer >= 1, got None"),
         ({"num_hidden_layers": 5}, r"9 missing: model.layers.4.input_layernorm.weight, .*, \.\.\.; use a complete"),
         ({"num_hidden_layers": 3}, r"9 not of this architecture: model.layers.3"),
@@ -163,6 +162,52 @@ def _copy(folder, target, **changes):
 def test_unsupported_or_incomplete_model(saved, tmp_path, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         HuggingFaceSource(_copy(saved["llama_tied"][0], tmp_path, **changes))
+
+
+HUGE = 2**70
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "most"),
+    [
+        ("vocab_size", "vocab_size", 2**24),
+        ("num_hidden_layers", "num_layers", 2**12),
+        ("hidden_size", "hidden_size", 2**20),
+        ("num_attention_heads", "num_attention_heads", 2**14),
+        ("num_key_value_heads", "num_query_groups", 2**14),
+        ("head_dim", "head_dim", 2**20),
+        ("intermediate_size", "ffn_hidden_size", 2**20),
+        ("max_position_embeddings", "max_sequence_length", 2**30),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused(saved, tmp_path, name, field, most):
+    for number, value in enumerate((HUGE, most + 1)):
+        folder = _copy(saved["llama_tied"][0], tmp_path / str(number), **{name: value})
+        with pytest.raises(ConfigurationError, match=rf"{field}: must be less than or equal to {most}, got {value};"):
+            HuggingFaceSource(folder)
+
+
+@pytest.mark.parametrize(("name", "value"), [("factor", 10**400), ("original_max_position_embeddings", HUGE)])
+def test_a_rope_scaling_beyond_any_model_is_refused(saved, tmp_path, name, value):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    folder = _copy(saved["llama_tied"][0], tmp_path, rope_parameters=rope | {name: value})
+    with pytest.raises(ConfigurationError, match=rf"rope_scaling: {name} must be a number in \(0, "):
+        HuggingFaceSource(folder)
+
+
+def test_experts_beyond_any_model_are_refused(saved, tmp_path):
+    (kind,) = [kind for kind in saved if "moe" in kind]
+    for number, (count, message) in enumerate(((HUGE, "less than or equal to 4096"), (4096, "x 4096; lower one"))):
+        changes = {"num_local_experts": count, "num_hidden_layers": 64}
+        with pytest.raises(ConfigurationError, match=message):
+            HuggingFaceSource(_copy(saved[kind][0], tmp_path / str(number), **changes))
 
 
 def test_unreadable_folders(saved, tmp_path):

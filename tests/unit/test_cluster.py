@@ -13,6 +13,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples/cluster/README.md").read_text()
 VARIABLES = {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MAX_RESTARTS"}
+STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+VARIABLES |= {STORE}
 
 ECHO = """#!/usr/bin/env bash
 printf "%s|" "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE" "$@"; echo
@@ -53,6 +55,7 @@ def test_what_slurm_hands_over_starts_two_machines(slurm, tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     for line, is_host in ((first, "true"), (second, "false")):
+        assert line.startswith(f"{STORE}=1 OMP_NUM_THREADS=")
         assert "--nnodes 2 --nproc-per-node 4 " in line and "--rdzv-endpoint node3:21234 " in line
         assert f"is_host={is_host}" in line and line.endswith("-m megatron_support train recipe.yaml name=x")
 
@@ -67,6 +70,27 @@ def test_slurm_starts_each_node_with_its_rank(slurm):
     assert done.returncode == 0, done.stderr
     expected = "2|node3|21234|4|configs/my recipe.yaml|name=a b|"
     assert done.stdout.splitlines() == [f"0|{expected}", f"1|{expected}"]
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "1"), ("", "1"), ("0", "0")])
+def test_restarted_ranks_get_a_store_of_their_own(slurm, tmp_path, given, seen):
+    """Through Slurm's job, and by the script alone, which hands it to torchrun."""
+    environment = {name: value for name, value in slurm.items() if name != STORE}
+    environment |= {} if given is None else {STORE: given}
+    program(tmp_path / "scripts/train_multinode.sh", f'#!/usr/bin/env bash\necho "${STORE}"\n')
+    assert submit(environment, "r.yaml").stdout.splitlines() == [seen, seen]
+    (tmp_path / "recipe.yaml").touch()
+    program(tmp_path / "venv/bin/python", f'#!/usr/bin/env bash\n[ "$1" = -m ] || exit 0\nprintenv {STORE}\n')
+    alone = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node3", "NPROC_PER_NODE": "1", "LOCAL_ADDR": "node4"}
+    done = subprocess.run(
+        [str(ROOT / "scripts/train_multinode.sh"), "recipe.yaml"],
+        cwd=tmp_path,
+        env={**environment, **alone, "VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == f"{seen}\n", done.stderr
 
 
 def test_slurm_refuses_what_cannot_run(slurm, tmp_path):
@@ -97,6 +121,7 @@ def test_kubernetes_has_the_same_environment():
         [*container["command"], command], cwd=ROOT, env=pod_environment, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
+    assert values[STORE] == "1" and done.stdout.startswith(f"{STORE}=1 ")
     assert "--max-restarts 3" in done.stdout and f"--rdzv-endpoint {values['MASTER_ADDR']}:29500" in done.stdout
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}

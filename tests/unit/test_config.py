@@ -202,9 +202,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mapping": ({"train": 3}, "train: must be a mapping of fields, got 3; write its fields below it"),
     "name": (
         {"name": "a/b"},
-        "name: must be letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        "name: must be at most 200 letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ),
-    "empty name": ({"name": ""}, "name: must be letters, digits, '.', '_' and '-'"),
+    "empty name": ({"name": ""}, "name: must be at most 200 letters, digits, '.', '_' and '-'"),
     "loss": ({"loss.surrogate": {"type": "ppo_clp"}}, "loss.surrogate.type: unknown surrogate, got 'ppo_clp'; did you"),
 }
 
@@ -214,6 +214,14 @@ def test_a_wrong_recipe_names_field_value_rule_and_remedy(fault):
     changes, expected = WRONG[fault]
     lines = errors_of(changed(changes))
     assert len(lines) == 1 and lines[0].startswith(expected), lines
+
+
+@pytest.mark.parametrize("field", BASE["model"]["architecture"])
+@pytest.mark.parametrize("value", [2**31, 2**70])
+def test_a_size_beyond_any_model_is_refused(field, value):
+    (line,) = errors_of(changed({f"model.architecture.{field}": value}))
+    assert line.strip().startswith(f"model.architecture.{field}: must be less than or equal to "), line
+    assert line.endswith(f"got {value}; change it to fit")
 
 
 def test_all_errors_are_reported_at_once():

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
 from megatron_support.__main__ import main
 from megatron_support.config.recipe import RolloutFormat
 from megatron_support.errors import RolloutError
-from megatron_support.rollouts import read_rollouts
+from megatron_support.rollouts import read_rollouts, write_rollouts
 from megatron_support.rollouts.readers import FORMATS, read_dump
 from tests import dumps
-from tests.rollout_batch import assert_same
+from tests.command_line import command
+from tests.ranks import run_ranks
+from tests.rollout_batch import assert_same, make_rollouts
 
 
 @pytest.mark.parametrize("name", dumps.WRITERS)
@@ -128,7 +135,9 @@ def test_a_recipe_reads_a_dump_and_says_what_it_lost(tmp_path, capsys):
 
 def test_a_recipe_trains_on_a_dump(tmp_path):
     source = dumps.WRITERS["slime_train"](tmp_path)
-    assert main(["train", recipe(tmp_path, [source.name], sampling=SAMPLING, format="slime")]) == 0
+    arguments = ["train", recipe(tmp_path, [source.name], sampling=SAMPLING, format="slime")]
+    ((code, _, shown),) = run_ranks(1, command, tmp_path, arguments)  # no rank could be forked from here afterwards
+    assert code == 0, shown
     (written,) = tmp_path.glob("runs/*/rollouts*")
     rollouts = read_rollouts(written)
     assert rollouts.sample_ids == ("40", "41") and not rollouts.unknown_fields
@@ -153,3 +162,79 @@ def test_a_damaged_dump_stops_a_recipe(tmp_path, capsys):
     source = dumps.write_lines(tmp_path / "train_data_step3.jsonl", rows)
     assert main(["validate", recipe(tmp_path, [source.name], sampling=SAMPLING)]) == 2
     assert "step3.jsonl:2: token_ids, read as tokens[3]: must be in the vocabulary [0, 32)" in capsys.readouterr().err
+
+
+class RunsCode:
+    """Unpickling it runs a shell command."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> Any:
+        return (os.system, (self._command,))
+
+
+def hostile_pickle(marker: Path) -> bytes:
+    return pickle.dumps(RunsCode(f"touch {marker}"))
+
+
+def torch_file(folder: Path, marker: Path) -> Path:
+    path = folder / "a.pt"
+    torch.save({"samples": [RunsCode(f"touch {marker}")]}, path)
+    return path
+
+
+def bare_pickle(folder: Path, marker: Path) -> Path:
+    path = folder / "a.pt"
+    path.write_bytes(hostile_pickle(marker))
+    return path
+
+
+def parquet_with_pickled_types(folder: Path, marker: Path) -> Path:
+    """Extension types as old pyarrow wrote its Python ones (CVE-2023-47248), and pickles under pandas' keys."""
+    path = folder / "a.parquet"
+    write_rollouts(path, make_rollouts([3, 4]))
+    table = pq.read_table(path)
+    types = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": hostile_pickle(marker),
+    }
+    fields = [field.with_metadata(types) for field in table.schema]
+    metadata = {b"pandas": hostile_pickle(marker), b"PythonObject": hostile_pickle(marker)}
+    pq.write_table(table.cast(pa.schema(fields, metadata=metadata)), path)
+    return path
+
+
+HOSTILE: dict[str, tuple[Callable[[Path, Path], Path], str | None]] = {
+    "torch file": (torch_file, "neither a plain value nor a tensor"),
+    "bare pickle": (bare_pickle, "a pickle, which can run anything"),
+    "Parquet": (parquet_with_pickled_types, None),
+}
+
+
+def test_the_hostile_files_are_hostile(tmp_path):
+    marker = tmp_path / "marker"
+    pickle.loads(hostile_pickle(marker))
+    assert marker.exists()
+    marker.unlink()
+    torch.load(torch_file(tmp_path, marker), weights_only=False)
+    assert marker.exists()
+    schema = pq.ParquetFile(parquet_with_pickled_types(tmp_path, marker)).schema_arrow
+    assert any(b"touch" in value for field in schema for value in (field.metadata or {}).values()), schema
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_in_a_file_runs(tmp_path, capsys, name):
+    write, message = HOSTILE[name]
+    marker, target = tmp_path / "marker", tmp_path / "out.jsonl"
+    source = write(tmp_path, marker)
+    for arguments in (["convert", str(source), str(target)], ["inspect", str(source)]):
+        code = main(arguments)
+        assert not marker.exists()
+        shown = capsys.readouterr().err
+        if message is None:  # the metadata is passed over, the numbers are read
+            assert code == 0, shown
+        else:
+            assert code == 2 and shown.startswith("error: "), shown
+            assert message in shown or arguments[0] == "inspect"
+    assert target.exists() == (message is None)

@@ -156,10 +156,10 @@ def test_defaults_that_cannot_be_read(case, tmp_path):
 
 def test_eight_mistakes_are_eight_lines(tmp_path, capsys):
     mistakes = {
-        "rollouts.task": "srot",
         "sede": 1,
         "device": "gpu",
         "optimizer.lr": 0.0,
+        "optimizer.beta1": 1.0,
         "train.steps": 2.5,
         "train.microbatch.max_token": 64,
         "loss.surrogate": {"type": "ppo_clip", "clip_lo": 0.2},
@@ -171,7 +171,16 @@ def test_eight_mistakes_are_eight_lines(tmp_path, capsys):
     assert head == f"error: {recipe}: 8 errors" and len(lines) == 8
     fields = {line.split(":")[0].strip() for line in lines}
     assert fields == {*mistakes, "loss.surrogate.clip_lo"} - {"loss.surrogate"}
-    assert sum("did you mean" in line for line in lines) == 4
+    assert sum("did you mean" in line for line in lines) == 3
+
+
+def test_an_unknown_task_is_a_line_beside_the_others(tmp_path, capsys):
+    recipe = write(tmp_path / "r.yaml", changed({"rollouts.task": "srot", "train.steps": 2.5}))
+    assert main(["validate", str(recipe)]) == 2
+    head, *lines = capsys.readouterr().err.splitlines()
+    assert head == f"error: {recipe}: 2 errors" and len(lines) == 2
+    (task,) = [line for line in lines if line.startswith("  rollouts.task: ")]
+    assert "got 'srot'" in task and "did you mean" in task
 
 
 def test_a_teacher_belongs_to_distillation():

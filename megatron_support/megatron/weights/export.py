@@ -13,7 +13,7 @@ from megatron_support.config.layout import head_dim, query_groups
 from megatron_support.config.recipe import Architecture
 from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.parts import ModelParts
-from megatron_support.megatron.weights.huggingface import INDEX, SINGLE
+from megatron_support.megatron.weights.huggingface import INDEX, SINGLE, require_safetensors
 from megatron_support.megatron.weights.sharding import whole_tensors
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -30,6 +30,7 @@ def export_huggingface(model: ModelParts, folder: Path, *, max_file_bytes: int =
     Raises:
         ConfigurationError: the folder cannot be used, or no Hugging Face model has this architecture.
     """
+    require_safetensors()
     config = huggingface_config(model)
     tensors = whole_tensors(
         model.bare_chunks, architecture=model.architecture, padded_vocab_size=model.padded_vocab_size
@@ -109,13 +110,13 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_file
 
 
 def _write_part(folder: Path, index: int, part: dict[str, Tensor]) -> list[str]:
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ConfigurationError(
-            "Hugging Face weights need the package safetensors; pip install 'megatron-support[hf]'"
-        ) from error
-    save_file(part, folder / _part_name(index), metadata={"format": "pt"})
+    from safetensors.torch import save_file
+
+    path = folder / _part_name(index)
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors replaces the file by one for its owner alone
+    save_file(part, path, metadata={"format": "pt"})
+    path.chmod(mode)
     return list(part)
 
 

@@ -21,7 +21,7 @@ from megatron_support.megatron.weights.source import check_tensors
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 _TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": OUTPUT}
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.([0-9]{1,6})\.(\w+)\.(weight|bias)")
 _PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -115,12 +115,12 @@ def resolve_path(path: str | Path) -> Path:
 def _open(path: Path) -> Any:
     """The parsed file; its tensors stay on disk. Kept, because the tokenizer inside takes seconds to parse."""
     try:
-        from gguf import GGUFReader
+        from megatron_support.megatron.weights.gguf_reader import BoundedReader
     except ImportError as error:
         raise ConfigurationError("GGUF weights need the package gguf; pip install 'megatron-support[hf]'") from error
     try:
-        return GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
+        return BoundedReader(path)
+    except (ValueError, TypeError, OSError, LookupError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not a readable GGUF file ({error}); download it again") from error
 
 
@@ -129,11 +129,11 @@ def _field(reader: Any, name: str, default: Any = None) -> Any:
     field = reader.fields.get(name)
     if field is None:
         return default
-    value = field.parts[field.data[0]]
-    if field.types[0].name == "STRING":
-        return bytes(value).decode("utf-8")
-    if len(field.data) > 1:
+    if len(field.data) != 1:
         return None
+    value = field.parts[field.data[0]]
+    if field.types[-1].name == "STRING":
+        return bytes(value).decode("utf-8", errors="replace")
     # through text, so that the single-precision 1e-05 of the file is the 1e-05 that was meant
     return float(str(value[0])) if field.types[0].name.startswith("FLOAT") else int(value[0])
 
@@ -155,12 +155,13 @@ def _architecture(reader: Any, path: Path) -> Architecture:
             ("ffn_hidden_size", "feed_forward_length"),
         )
     }
-    if EMBEDDING not in names:
-        raise ConfigurationError(f"{path}: tensor token_embd.weight is missing; download the file again")
+    if EMBEDDING not in names or len(names[EMBEDDING].shape) != 2:
+        raise ConfigurationError(f"{path}: tensor token_embd.weight is missing or no matrix; download the file again")
     scaling = _field(reader, f"{kind}.rope.scaling.type", "none")
     if scaling != "none":
         raise ConfigurationError(f"{path}: rope.scaling.type must be none, got {scaling!r}; use a model without it")
-    sizes |= {
+    fields = {
+        **sizes,
         "vocab_size": int(names[EMBEDDING].shape[1]),
         "num_query_groups": _field(reader, f"{kind}.attention.head_count_kv") or sizes["num_attention_heads"],
         "head_dim": _field(reader, f"{kind}.attention.key_length"),
@@ -171,7 +172,7 @@ def _architecture(reader: Any, path: Path) -> Architecture:
         "qkv_bias": layer_name(0, "self_attn.q_proj.bias") in names,
         "qk_norm": layer_name(0, "self_attn.q_norm.weight") in names,
     }
-    architecture = Architecture.from_dict(sizes, source=str(path))
+    architecture = Architecture.from_dict(fields, source=str(path))
     rotary = _field(reader, f"{kind}.rope.dimension_count", head_dim(architecture))
     if rotary != head_dim(architecture):
         raise ConfigurationError(

@@ -20,6 +20,20 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+def require_safetensors() -> None:
+    """Check that Hugging Face weights can be read and written here.
+
+    Raises:
+        ConfigurationError: the package is missing.
+    """
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "Hugging Face weights need the package safetensors; pip install 'megatron-support[hf]'"
+        ) from error
+
+
 class HuggingFaceSource:
     """Tensors of a Hugging Face folder, each read from its file when it is asked for.
 
@@ -47,12 +61,9 @@ class HuggingFaceSource:
 
     def _open(self) -> dict[str, Any]:
         """An open file for every tensor name."""
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ConfigurationError(
-                "Hugging Face weights need the package safetensors; pip install 'megatron-support[hf]'"
-            ) from error
+        require_safetensors()
+        from safetensors import SafetensorError, safe_open
+
         files: dict[str, Any] = {}
         for path in self._paths():
             if not path.is_file():

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from megatron_support.config.path_text import check_target
 from megatron_support.errors import ConfigurationError
 from megatron_support.training.check_layouts.compare import (
     GRADIENT_TOLERANCE,
@@ -89,6 +90,7 @@ def require_writable(path: str) -> None:
         ConfigurationError: it cannot.
     """
     try:
+        check_target(Path(path))
         Path(path).touch()
     except OSError as error:
         raise ConfigurationError(

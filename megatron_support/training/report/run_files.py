@@ -16,13 +16,13 @@ from megatron_support.rollouts.files import read_rollouts
 from megatron_support.training.folder import (
     ENVIRONMENT,
     METRICS,
-    RECIPE,
     ROLLOUTS,
     SUMMARY,
     TOKEN_TEXT,
     TOKENS,
     newest_run,
 )
+from megatron_support.training.saved import RECIPE
 
 
 @dataclass(frozen=True, kw_only=True)
