@@ -8,15 +8,12 @@ nothing takes for a checkpoint, and whatever was there before.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import inspect
 import logging
 import os
-import queue
 import re
 import shutil
-import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,27 +24,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_support.distributed.errors import raise_together
 from megatron_support.errors import CheckpointError, ConfigurationError
+from megatron_support.megatron.writer_process import DEAD, in_one_process, tell_of_death
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".tmp"
-_DEAD = "the writer process must end with exit code 0"
 # what the first rank writes alone: (module, class or None, function) of Megatron-Core; which exist differs by release
 _FIRST_RANK_WRITES = (
     ("megatron.core.dist_checkpointing.strategies.common", "TorchCommonSaveStrategy", "save_common"),
     ("megatron.core.dist_checkpointing.strategies.filesystem_async", "FileSystemWriterAsync", "finish"),
     ("megatron.core.dist_checkpointing.serialization", None, "save_config"),
-)
-# what a request calls to write the files of a rank
-_WRITES_FILES = tuple(
-    getattr(FileSystemWriterAsync, name)
-    for name in ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-    if hasattr(FileSystemWriterAsync, name)
 )
 # 0.19 would take NVIDIA's resiliency extension unless told to use the writer whose queue is used here
 _STRATEGY: Mapping[str, Any] = (
@@ -110,7 +100,7 @@ class CheckpointWriter:
                 preprocess_common_before_consistancy_check=_without_rank_values,
                 **_STRATEGY,
             )
-            request = _in_one_process(request)
+            request = in_one_process(request)
 
         self._guarded(prepare)
         if self._queue is None:
@@ -122,7 +112,7 @@ class CheckpointWriter:
     def _schedule(self, request: Any) -> None:
         """Start the process that writes; if it dies, its rank has that to tell when the ranks collect their results."""
         started: list[Any] = []
-        tell = partial(_tell_of_death, started, request.async_fn_args)
+        tell = partial(tell_of_death, started, request.async_fn_args)
         self._queue.schedule_async_request(request._replace(finalize_fns=[tell, *request.finalize_fns]))
         started.append(self._queue.async_calls[-1].async_caller.process)
 
@@ -178,7 +168,7 @@ class CheckpointWriter:
         error = None
         if reason is not None:
             remedy = "free space on the disk, or choose another logging.run_dir"
-            if reason.startswith(_DEAD):
+            if reason.startswith(DEAD):
                 remedy = "free memory of the host, or set checkpoint.async_save=false"
             error = CheckpointError(f"{pending.path}: the checkpoint cannot be written ({reason}); {remedy}")
         try:
@@ -261,62 +251,6 @@ def _async_queue() -> Any:
     except (ImportError, AttributeError):
         logger.warning("checkpoint.async_save: this Megatron-Core has no AsyncCallsQueue; checkpoints are synchronous")
         return None
-
-
-def _in_one_process(request: Any) -> Any:
-    """The same request with the files of a rank written one after the other by the process that it runs in.
-
-    Megatron-Core 0.16 forks a process for each file and waits for ever for one that died; 0.19 has threads, and passes
-    on of an error its type alone.
-    """
-    if getattr(request.async_fn, "func", None) not in _WRITES_FILES:
-        return request
-    return request._replace(async_fn=partial(_write_files, *request.async_fn.args))
-
-
-def _write_files(transforms: list[Any], use_msc: bool, rank: int, files: list[Any], results: Any) -> None:
-    """What the functions of ``_WRITES_FILES`` do, in this process."""
-    written: dict[int, Any] = {}
-    collecting = gc.isenabled()
-    gc.disable()  # a forked process that frees its parent's tensors would use CUDA
-    try:
-        for index, file in enumerate(files):
-            result: queue.Queue = queue.Queue()
-            unfinished: queue.Queue = queue.Queue()
-            unfinished.put(index)
-            FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, file, result, unfinished, use_fsync=True, use_msc=use_msc
-            )
-            _, written[index] = result.get_nowait()
-            if isinstance(written[index], Exception):
-                raise written[index]
-    except Exception as error:  # noqa: BLE001 - all ranks learn of it when the results are collected
-        results.put(_cause(error))
-    else:
-        results.put(written)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The operating system's error where there was one: torch's zip writer, when closed after it, raises another."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__context__
-    return found or error
-
-
-def _tell_of_death(started: list[Any], arguments: tuple) -> None:
-    """Put the end of this rank's writer process where its results should be."""
-    (process,) = started
-    if process is None or process.exitcode == 0:
-        return
-    _, _, results = arguments
-    code = process.exitcode
-    with contextlib.suppress(queue.Empty):
-        results.get_nowait()  # of a process that died afterwards
-    results.put(RuntimeError(f"{_DEAD}, got {signal.Signals(-code).name if code < 0 else code}"))
 
 
 def _reason(error: BaseException) -> str:

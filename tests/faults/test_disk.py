@@ -17,6 +17,8 @@ from tests.faults.runs import LAYOUTS, assert_same, metrics, names, only_run
 from tests.ranks import run_ranks
 
 FULL = OSError(ENOSPC, "No space left on device")
+# a tensor above the limit: torch raises an error of its own after the operating system's
+LARGE = "model.architecture.ffn_hidden_size=256"
 CANNOT_BE_WRITTEN = r"step_4: the checkpoint cannot be written \(File too large\)"
 
 
@@ -43,7 +45,7 @@ def expect_end(rank, world, folder, overrides, on_phase=None):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside"])
 def test_a_failed_write_ends_the_run_on_every_rank_and_leaves_the_last_checkpoint(asynchronous, tmp_path):
-    overrides = [*LAYOUTS["TP2"], f"checkpoint.async_save={str(asynchronous).lower()}"]
+    overrides = [*LAYOUTS["TP2"], LARGE, f"checkpoint.async_save={str(asynchronous).lower()}"]
     first, second = run_ranks(2, expect_end, tmp_path, overrides, LimitFiles(2))
     assert first == second
     assert re.search(CANNOT_BE_WRITTEN + "; free space on the disk", first)
