@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import resource
 import shutil
-from errno import ENOSPC
+from errno import EFBIG, ENOSPC
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_support.errors import CheckpointError
-from megatron_support.megatron import checkpoint_writer
+from megatron_support.megatron import checkpoint_writer, writer_process
 from tests.faults import runs
 from tests.faults.runs import LAYOUTS, assert_same, metrics, names, only_run
 from tests.ranks import run_ranks
 
 FULL = OSError(ENOSPC, "No space left on device")
-# a tensor above the limit: torch raises an error of its own after the operating system's
-LARGE = "model.architecture.ffn_hidden_size=256"
 CANNOT_BE_WRITTEN = r"step_4: the checkpoint cannot be written \(File too large\)"
 
 
@@ -45,7 +44,7 @@ def expect_end(rank, world, folder, overrides, on_phase=None):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "beside"])
 def test_a_failed_write_ends_the_run_on_every_rank_and_leaves_the_last_checkpoint(asynchronous, tmp_path):
-    overrides = [*LAYOUTS["TP2"], LARGE, f"checkpoint.async_save={str(asynchronous).lower()}"]
+    overrides = [*LAYOUTS["TP2"], f"checkpoint.async_save={str(asynchronous).lower()}"]
     first, second = run_ranks(2, expect_end, tmp_path, overrides, LimitFiles(2))
     assert first == second
     assert re.search(CANNOT_BE_WRITTEN + "; free space on the disk", first)
@@ -63,6 +62,18 @@ def test_or_the_run_goes_on_and_says_so(asynchronous, tmp_path):
     assert names(only_run(tmp_path / "full")) == ["latest", "step_2", "step_6"]
     run_ranks(2, runs.run, tmp_path / "free", [])
     assert_same(only_run(tmp_path / "full"), only_run(tmp_path / "free"))
+
+
+def test_it_is_named_whatever_torch_raises_after_it(tmp_path):
+    """A large tensor is not buffered, and torch's zip writer finds itself at another place than it should be."""
+
+    def on_rank(rank, world):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        with pytest.raises((OSError, RuntimeError)) as found, (tmp_path / "large").open("wb") as file:
+            torch.save(torch.zeros(20_000), file)
+        return writer_process._cause(found.value).errno
+
+    assert run_ranks(1, on_rank) == [EFBIG]
 
 
 @pytest.mark.parametrize("module, owner, name", checkpoint_writer._FIRST_RANK_WRITES, ids=lambda value: value)
