@@ -213,14 +213,19 @@ def _damage_named(folder: Path) -> Iterator[None]:
         yield
     except CheckpointingException:
         raise
-    except AttributeError as error:  # a path that is looked at (0.16), or JSON of another shape (0.19)
-        raise ConfigurationError(
-            f"{folder}: the checkpoint is damaged or incomplete ({_COMMON} or metadata.json is missing or not what it "
-            "should be); take an earlier one, or load it with the Megatron-Core that wrote it"
-        ) from error
-    # torch's CheckpointException is no Exception, and holds the tracebacks of all ranks
-    except (CheckpointException, pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+    # torch's CheckpointException is no Exception, and holds the tracebacks of all ranks. An AttributeError comes from
+    # metadata.json of another shape (0.19), or hides that common.pt is missing (0.16)
+    except (
+        CheckpointException,
+        pickle.UnpicklingError,
+        EOFError,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        shown = error.__context__ or error if isinstance(error, AttributeError) else error
+        reason = (str(shown).strip().splitlines() or [type(shown).__name__])[-1][:200]
         raise ConfigurationError(
             f"{folder}: the checkpoint is damaged or incomplete ({reason}); take an earlier one"
         ) from error

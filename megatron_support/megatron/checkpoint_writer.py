@@ -17,6 +17,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_support.distributed.errors import raise_together
 from megatron_support.errors import CheckpointError, ConfigurationError
+from megatron_support.megatron.writer_process import DEAD, in_one_process, tell_of_death
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +100,21 @@ class CheckpointWriter:
                 preprocess_common_before_consistancy_check=_without_rank_values,
                 **_STRATEGY,
             )
+            request = in_one_process(request)
 
         self._guarded(prepare)
         if self._queue is None:
             self._guarded(request.execute_sync)
             return [*done, *self._publish()]
-        self._guarded(lambda: self._queue.schedule_async_request(request))
+        self._guarded(lambda: self._schedule(request))
         return done
+
+    def _schedule(self, request: Any) -> None:
+        """Start the process that writes; if it dies, its rank has that to tell when the ranks collect their results."""
+        started: list[Any] = []
+        tell = partial(tell_of_death, started, request.async_fn_args)
+        self._queue.schedule_async_request(request._replace(finalize_fns=[tell, *request.finalize_fns]))
+        started.append(self._queue.async_calls[-1].async_caller.process)
 
     def poll(self) -> list[Path]:
         """The folder that has been completed since the last call, if all ranks have written it.
@@ -157,10 +167,10 @@ class CheckpointWriter:
         assert pending is not None
         error = None
         if reason is not None:
-            error = CheckpointError(
-                f"{pending.path}: the checkpoint cannot be written ({reason}); free space on the disk, or choose "
-                "another logging.run_dir"
-            )
+            remedy = "free space on the disk, or choose another logging.run_dir"
+            if reason.startswith(DEAD):
+                remedy = "free memory of the host, or set checkpoint.async_save=false"
+            error = CheckpointError(f"{pending.path}: the checkpoint cannot be written ({reason}); {remedy}")
         try:
             raise_together(error, dist.group.WORLD, self._device)
         except CheckpointError:
@@ -250,20 +260,26 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^(Worker failure: )?(\[Errno \d+\] )?", "", str(error))
 
 
+def _owner(module: str, class_name: str | None, function: str) -> Any:
+    """The module or class of one of ``_FIRST_RANK_WRITES``; None in a Megatron-Core that has no such function."""
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    owner = owner if class_name is None else getattr(owner, class_name, None)
+    return owner if hasattr(owner, function) else None
+
+
 @contextlib.contextmanager
 def _first_rank_errors() -> Iterator[list[OSError]]:
     """Collect what goes wrong where the first rank writes alone: raised there, it would leave the others waiting."""
     errors: list[OSError] = []
     with contextlib.ExitStack() as stack:
         for module_name, class_name, name in _FIRST_RANK_WRITES:
-            try:
-                owner: Any = importlib.import_module(module_name)
-            except ImportError:
+            owner = _owner(module_name, class_name, name)
+            if owner is None:
                 continue
-            owner = owner if class_name is None else getattr(owner, class_name, None)
-            original = getattr(owner, name, None)
-            if original is None:
-                continue
+            original = getattr(owner, name)
 
             def collecting(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
                 try:

@@ -30,7 +30,7 @@ class FileQueue:
             record, end = record[written:], end + written
 
     def get_nowait(self) -> Any:
-        """The oldest item that was not taken yet.
+        """The oldest item that was not taken yet. One that is cut off, as its writer was killed, is none.
 
         Raises:
             queue.Empty: there is none.
@@ -41,7 +41,9 @@ class FileQueue:
         length = int.from_bytes(os.pread(descriptor, 8, self._read), "big")
         data = os.pread(descriptor, length, self._read + 8)
         self._read += 8 + length
-        if os.fstat(descriptor).st_size == self._read:  # keep the file small
+        if os.fstat(descriptor).st_size <= self._read:  # keep the file small
             os.ftruncate(descriptor, 0)
             self._read = 0
+        if len(data) < length:
+            raise queue.Empty
         return pickle.loads(data)

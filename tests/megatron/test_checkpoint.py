@@ -16,6 +16,7 @@ from megatron_support.errors import ConfigurationError
 from megatron_support.megatron.checkpoint import load_checkpoint, save_checkpoint
 from megatron_support.megatron.model import build_model, wrap_ddp
 from megatron_support.megatron.optimizer import build_optimizer
+from tests.core_version import CORE
 from tests.megatron.tiny import TINY, last_stage, ready, run_pipeline, tiny_model, token_batch, tokens, whole_logits
 from tests.ranks import run_ranks
 
@@ -138,7 +139,8 @@ def test_a_damaged_checkpoint_is_a_message(tmp_path, ranks):
         "metadata.json": [b"{", b"[]"],
         "__0_0.distcp": [None, b"", (saved / "__0_0.distcp").read_bytes()[:200]],
     }
-    common = saved / "common.pt"  # among the shards since Megatron-Core 0.19
+    common = saved / "common.pt"
+    assert common.exists() == (CORE < (0, 19)), "the common state is among the shards since Megatron-Core 0.19"
     if common.exists():
         damages["common.pt"] = [None, b"", b"garbage", common.read_bytes()[:-300]]
     folders = []

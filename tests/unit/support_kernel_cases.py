@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_support import RolloutSupport, SamplingParams, support_logprobs
 from megatron_support.support import api, arguments, kernels
@@ -26,7 +28,11 @@ def interpreted(monkeypatch):
     """The whole of support_logprobs with its device kernels, on CPU tensors; none may fail."""
     from megatron_support.support.kernels import boundary, gradient, selection, statistics
 
+    # the interpreter patches Triton's language for a kernel, and again at every call of a function in it: half of the
+    # time. Once is enough where a kernel's module names all that Triton's own functions use
+    monkeypatch.setattr(InterpretedFunction, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs))
     for module in (boundary, gradient, selection, statistics):
+        monkeypatch.setattr(module, "core", tl.core, raising=False)
         monkeypatch.setattr(module, "BLOCK", 512 if module is selection else 128)
     for module in (boundary, statistics):
         monkeypatch.setattr(module, "_SPLITS", 2)

@@ -1,6 +1,7 @@
 """A queue in a file: order, emptiness, a writer that ends before anybody reads."""
 
 import multiprocessing
+import os
 import queue
 
 import pytest
@@ -26,3 +27,14 @@ def test_a_forked_writer_can_end_before_its_megabytes_are_read():
     writer.join(30)
     assert writer.exitcode == 0
     assert items.get_nowait() == b"x" * 3_000_000
+
+
+@pytest.mark.parametrize("left", [3, 20])
+def test_what_a_killed_writer_has_cut_off_is_none(left):
+    items = FileQueue()
+    items.put(b"x" * 1000)
+    os.ftruncate(items._file.fileno(), left)
+    with pytest.raises(queue.Empty):
+        items.get_nowait()
+    items.put("next")
+    assert items.get_nowait() == "next"
