@@ -38,12 +38,13 @@ class FileQueue:
         descriptor = self._file.fileno()
         if os.fstat(descriptor).st_size <= self._read:
             raise queue.Empty
-        length = int.from_bytes(os.pread(descriptor, 8, self._read), "big")
+        header = os.pread(descriptor, 8, self._read)
+        length = int.from_bytes(header, "big")
         data = os.pread(descriptor, length, self._read + 8)
         self._read += 8 + length
         if os.fstat(descriptor).st_size <= self._read:  # keep the file small
             os.ftruncate(descriptor, 0)
             self._read = 0
-        if len(data) < length:
+        if len(header) + len(data) < 8 + length:
             raise queue.Empty
         return pickle.loads(data)

@@ -71,34 +71,47 @@ def draw_kills(seed: int, parts: Sequence[str], *, ranks: int, every: int) -> li
     return kills
 
 
-def run_with_kills(folder: Path, overrides: list[str], kills: Sequence[Kill], *, ranks: int) -> list[dict[str, Any]]:
-    """Train under the elastic launcher; attempt i dies by ``kills[i]``, the last one by none.
+@dataclass(frozen=True)
+class KilledRun:
+    """Attempt i dies by ``kills[i]``, the last one by none."""
 
-    Returns:
-        What happened, in order: ``{"attempt", "event": start | step | kill, "time", ...}``.
+    folder: Path
+    overrides: list[str]
+    kills: list[Kill]
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order: ``{"attempt", "event": start | step | kill, "time", ...}``."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+def run_with_kills(killed: Sequence[KilledRun], *, ranks: int) -> None:
+    """Train under the elastic launcher, one run after the other; all are forked from one server, as it imports much.
 
     Raises:
-        AssertionError: the run did not end within its restarts.
+        AssertionError: a run did not end within its restarts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "events.jsonl"
-    supervisor = multiprocessing.get_context("fork").Process(
-        target=_supervise, args=(folder, overrides, list(kills), ranks, log)
-    )
+    for run in killed:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.log.touch()
+    supervisor = multiprocessing.get_context("fork").Process(target=_supervise, args=(killed, ranks))
     supervisor.start()
-    supervisor.join(200)
+    supervisor.join(120 * len(killed))
     if supervisor.is_alive():
         supervisor.terminate()
         supervisor.join(40)
-    assert supervisor.exitcode == 0, f"exit code {supervisor.exitcode}; {log.read_text()}"
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    assert supervisor.exitcode == 0, f"exit code {supervisor.exitcode}; {[run.log.read_text() for run in killed]}"
 
 
-def _supervise(folder: Path, overrides: list[str], kills: list[Kill], ranks: int, log: Path) -> None:
+def _supervise(killed: Sequence[KilledRun], ranks: int) -> None:
     # ranks are forked from a process that has imported everything and has one thread, unlike the launcher's
     multiprocessing.set_forkserver_preload(["tests.faults.kills"])
-    config = dataclasses.replace(launch_config(ranks, len(kills)), start_method="forkserver")
-    elastic_launch(config, _attempt)(folder, overrides, kills, log)
+    for run in killed:
+        config = dataclasses.replace(launch_config(ranks, len(run.kills)), start_method="forkserver")
+        elastic_launch(config, _attempt)(run.folder, run.overrides, run.kills, run.log)
 
 
 def _attempt(folder: Path, overrides: list[str], kills: list[Kill], log: Path) -> None:

@@ -48,7 +48,7 @@ def test_sigterm_to_the_launcher_finishes_the_step_saves_and_ends_with_0(tmp_pat
 def test_torchrun_starts_a_killed_rank_again_and_the_end_is_the_same(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    overrides = ["train.steps=20"]
+    overrides = ["train.steps=10"]
     program = subprocess.Popen(
         [sys.executable, *torchrun, "-m", "megatron_support", "train", "recipe.yaml", *overrides],
         cwd=tmp_path,
@@ -70,5 +70,5 @@ def test_torchrun_starts_a_killed_rank_again_and_the_end_is_the_same(tmp_path):
     assert program.returncode == 0 and "goes on after step" in text, text
     run_ranks(2, runs.run, tmp_path / "straight", overrides)
     straight = only_run(tmp_path / "straight")
-    assert_same(only_run(tmp_path), straight, steps=20)
+    assert_same(only_run(tmp_path), straight, steps=10)
     assert metrics(only_run(tmp_path)) == metrics(straight)
