@@ -131,7 +131,7 @@ def test_defaults_that_multiply_are_counted(own):
         load_recipe(own / "0.yaml")
 
 
-@pytest.mark.parametrize("path", CONFIGS.glob("*.yaml"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_load_from_any_folder(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load_recipe(path)
