@@ -11,7 +11,7 @@ from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 from megatron_support.training.folder import ENVIRONMENT, SUMMARY
 from megatron_support.training.run_lock import is_locked
-from megatron_support.training.saved import RECIPE, is_checkpoint, newest_checkpoint, recipe_of
+from megatron_support.training.saved import CHECKPOINT, RECIPE, is_checkpoint, newest_checkpoint, recipe_of
 
 # what may differ between a run and its continuation
 _FREE = {"logging", "checkpoint", "may_read", "parallel", "device"}
@@ -49,6 +49,11 @@ def find_start(recipe: Recipe) -> Start:
                 "wait for it, or give one of its checkpoints"
             )
         return Start(run=path, checkpoint=checkpoint)
+    if is_checkpoint(path / CHECKPOINT):
+        raise ConfigurationError(
+            f"checkpoint.resume must be a run with a checkpoint to go on from, got {path}, which kept its final "
+            "weights alone; train with checkpoint.every, or begin anew from its weights (megatron-support export)"
+        )
     if not is_checkpoint(path):
         raise ConfigurationError(
             f"checkpoint.resume must be auto, never, a run folder with a checkpoint, or a checkpoint, got {path}; "
