@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_each_odd_thing_is_found_in_its_rows(tmp_path):
         "sample_mask is false": ("r6",),
         "no sampling filter": ("r6",),
     }
+
+
+def test_responses_of_one_length_were_not_cut_off(tmp_path):
+    rollouts, _ = read_sound_rollouts(write(tmp_path / "r.jsonl", {}, {"prompt_id": 1}))
+    assert not any("longest response" in finding.text for finding in find_odd(rollouts, []))
+
+
+def test_an_unknown_filter_is_not_said_to_be_off(tmp_path):
+    rollouts, _ = read_sound_rollouts(write(tmp_path / "r.jsonl", {"sampling": {"temperature": 1.0}}))
+    assert any("no sampling filter" in finding.text for finding in find_odd(rollouts, []))
+    lost = replace(rollouts, unknown_fields=frozenset({"sampling"}))
+    (finding,) = [finding for finding in find_odd(lost, []) if "sampling" in finding.text]
+    assert finding.text.startswith("sampling is unknown")
 
 
 def test_kept_sets_are_measured(tmp_path):

@@ -128,10 +128,15 @@ def _nothing_kept(rollouts: RolloutBatch) -> Tensor:
 
 
 def _as_long_as_the_longest(rollouts: RolloutBatch) -> Tensor:
-    """Where several prompts have responses of the greatest length, a limit has cut them."""
+    """Where several prompts have responses of the greatest length, and others shorter ones, a limit has cut them."""
     lengths = _per_sequence(rollouts, rollouts.response_mask)
     longest = lengths == lengths.max()
-    return longest & (rollouts.group_ids[longest].unique().numel() > 1)
+    return longest & (rollouts.group_ids[longest].unique().numel() > 1) & ~longest.all()
+
+
+def _unfiltered(rollouts: RolloutBatch) -> Tensor:
+    """Where no filter was on, as far as it is known."""
+    return torch.zeros_like(rollouts.filtering) if "sampling" in rollouts.unknown_fields else ~rollouts.filtering
 
 
 _CHECKS: tuple[tuple[Callable[[RolloutBatch], Tensor], str], ...] = (
@@ -143,7 +148,7 @@ _CHECKS: tuple[tuple[Callable[[RolloutBatch], Tensor], str], ...] = (
     (_as_long_as_the_longest, "as long as the longest response of several prompts: cut off by a limit?"),
     (_repeated, "the same tokens as an earlier sample of its prompt"),
     (lambda rollouts: ~rollouts.sample_mask, "sample_mask is false: it enters no term of the loss"),
-    (lambda rollouts: ~rollouts.filtering, "no sampling filter: none of its tokens can be excluded"),
+    (_unfiltered, "no sampling filter: none of its tokens can be excluded"),
     (_nothing_kept, "a response token has an empty kept set"),
     (_too_many_kept, "a kept set is larger than top_k: logits that tie, or another filter than the row says"),
 )
