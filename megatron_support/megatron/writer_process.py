@@ -74,4 +74,11 @@ def tell_of_death(started: list[Any], arguments: tuple) -> None:
     code = process.exitcode
     with contextlib.suppress(queue.Empty):
         results.get_nowait()  # of a process that died afterwards
-    results.put(RuntimeError(f"{DEAD}, got {signal.Signals(-code).name if code < 0 else code}"))
+    results.put(RuntimeError(f"{DEAD}, got {_signal_name(-code) if code < 0 else code}"))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has a number alone
+        return f"signal {number}"
