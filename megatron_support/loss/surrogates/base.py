@@ -74,8 +74,9 @@ def register_surrogate(name: str) -> Callable[[SurrogateFunction], SurrogateFunc
 
     The function is called as ``fn(inputs, **fields)`` with :class:`SurrogateInputs` and the fields of the
     configuration, and returns a per-token loss (to be minimised) or a :class:`SurrogateOutput`. Its keyword parameters
-    are the allowed fields; one without a default is required. It must not read values on the host and must be finite
-    at tokens that do not take part. Exclusion, correction, aggregation and normalisation happen around it.
+    are the allowed fields; one without a default is required. It must not read values on the host, must not write
+    into its inputs, and must be finite at tokens that do not take part. Exclusion, correction, aggregation and
+    normalisation happen around it.
 
     Example::
 
