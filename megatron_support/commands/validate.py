@@ -25,7 +25,6 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, and say what the recipe would train."""
-
     from megatron_support.config.layout import smallest_world, validate_layout
 
     recipe = read_recipe(options.recipe, options.overrides)

@@ -58,17 +58,12 @@ class DiagnosticTokens:
 
     def blocks(self) -> Iterator[DiagnosticTokens]:
         """Slices of at most BLOCK tokens; on other devices, and while compiling, all tokens at once."""
-        count = self.mask.numel()
-        if count <= BLOCK or not on_cpu(self.mask):
-            given = ((name, getattr(self, name)) for name in _TOKEN_FIELDS)
-            flat: dict[str, Any] = {name: None if t is None else t.reshape(-1) for name, t in given}
-            yield DiagnosticTokens(**flat)
-            return
+        size = BLOCK if on_cpu(self.mask) else max(self.mask.numel(), 1)
         pieces = {}
         for name in _TOKEN_FIELDS:
             tensor = getattr(self, name)
             if tensor is not None:
-                pieces[name] = tensor.reshape(-1).split(BLOCK)
+                pieces[name] = tensor.reshape(-1).split(size)
         for number in range(len(pieces["mask"])):
             values: dict[str, Any] = dict.fromkeys(_TOKEN_FIELDS)
             for name, piece in pieces.items():
