@@ -147,16 +147,22 @@ class TokenBatch:
         return self.cu_seqlens is not None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same microbatch with every tensor on ``device``."""
+        """The same microbatch with every tensor on ``device``. The host waits for no copy to a GPU."""
+        if device == self.input_ids.device:
+            return self
+        pin = device.type == "cuda" and self.input_ids.device.type == "cpu"  # copies from other memory are awaited
 
         def move(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            return (value.pin_memory() if pin else value).to(device, non_blocking=True)
 
+        sampling = self.sampling
         support = self.support and RolloutSupport(move(self.support.token_ids), move(self.support.offsets))
         return replace(
             self,
             **{name: move(getattr(self, name)) for name in _TOKEN_BATCH_TENSORS},
-            sampling=as_device(self.sampling, device),
+            sampling=SamplingParams(move(sampling.temperature), move(sampling.top_k), move(sampling.top_p)),
             columns={name: move(column) for name, column in self.columns.items()},
             support=support,
         )
@@ -186,12 +192,3 @@ class LossOutput:
 
     surviving_sequences: Tensor
     """int64 scalar: sequences with at least one surviving token; each is counted on one CP rank."""
-
-
-def as_device(params: SamplingParams, device: torch.device) -> SamplingParams:
-    """The same parameters with tensor fields on ``device``."""
-
-    def move(value):
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return SamplingParams(move(params.temperature), move(params.top_k), move(params.top_p))

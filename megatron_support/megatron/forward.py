@@ -75,7 +75,7 @@ def compute_logprobs(
         forward_only=True,
     )
 
-    fused = uses_fused_head(logprobs, model, groups, minibatch.microbatches[0].targets.numel())
+    fused = uses_fused_head(logprobs, model, groups, minibatch.tokens_held)
 
     def forward_step(iterator: Iterator[TokenBatch], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)

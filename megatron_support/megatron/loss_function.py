@@ -99,7 +99,7 @@ class MegatronActorLoss:
         self.minibatch = minibatch
         self.groups = groups
         self.logprobs = logprobs or LogprobConfig()
-        self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.microbatches[0].targets.numel())
+        self.fused = uses_fused_head(self.logprobs, model, groups, minibatch.tokens_held)
         self.per_token = bool(model.config.calculate_per_token_loss)
         self.survivors = counts_survivors(config) and denominators is None
         self.denominators = denominators or _denominators(config, minibatch)

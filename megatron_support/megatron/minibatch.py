@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy
 import torch
@@ -24,7 +25,7 @@ from megatron_support.types import TokenBatch
 class Minibatch:
     """What one call of Megatron's forward-backward function works on."""
 
-    microbatches: tuple[TokenBatch, ...]
+    microbatches: Sequence[TokenBatch]
     """This rank's, all of one shape; the count is the same on every data-parallel rank."""
     micro_batch_size: int
     """Rows of a microbatch, for the schedule's ``micro_batch_size``."""
@@ -44,9 +45,40 @@ class Minibatch:
     """Response tokens of valid sequences with a positive reward, over all ranks."""
     padded_tokens: int
     """Tokens of all microbatches over all ranks, padding included."""
+    tokens_held: int
+    """Tokens of one microbatch on this rank, padding included: after the context-parallel split."""
 
     def __len__(self) -> int:
         return len(self.microbatches)
+
+
+class PlannedMicrobatches(Sequence[TokenBatch]):
+    """Microbatches that are built when they are asked for, each time anew.
+
+    A step then holds what its schedule holds, not the whole minibatch, and building goes on beside a device's work.
+
+    Args:
+        plan: indices ``[n]`` of the sequences of each microbatch.
+        build: makes a microbatch of such indices.
+    """
+
+    def __init__(self, plan: Sequence[Tensor], build: Callable[[Tensor], TokenBatch]) -> None:
+        self._plan = plan
+        self._build = build
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PlannedMicrobatches: ...
+
+    def __getitem__(self, index: int | slice) -> TokenBatch | PlannedMicrobatches:
+        if isinstance(index, slice):
+            return PlannedMicrobatches(self._plan[index], self._build)
+        return self._build(self._plan[index])
 
 
 def prepare_minibatch(
@@ -100,8 +132,10 @@ def prepare_minibatch(
         sequence_multiple=sequence_multiple,
         total_multiple=total_multiple,
     )
-    microbatches = tuple(
-        build_microbatch(
+    given = tuple(name for name in columns if getattr(rollouts, name) is not None)
+
+    def build(indices: Tensor) -> TokenBatch:
+        return build_microbatch(
             rollouts,
             indices,
             layout=microbatch.layout,
@@ -109,15 +143,14 @@ def prepare_minibatch(
             context_rank=groups.context_rank,
             context_size=context,
             sequence_multiple=sequence_multiple,
-            columns=tuple(name for name in columns if getattr(rollouts, name) is not None),
+            columns=given,
         ).to(device)
-        for indices in plan
-    )
+
     padded = torch.tensor([len(plan) * shape[0] * shape[1]])
     counts = global_counts(torch.cat([_local_counts(rollouts, torch.cat(plan)), padded]).to(device), groups.data)
     valid_tokens, valid_sequences, positive_tokens, padded_tokens = counts.tolist()
     return Minibatch(
-        microbatches=microbatches,
+        microbatches=PlannedMicrobatches(plan, build),
         micro_batch_size=shape[0],
         seq_length=shape[1],
         sample_mask=rollouts.sample_mask.to(device),
@@ -127,6 +160,7 @@ def prepare_minibatch(
         valid_sequences=valid_sequences,
         positive_tokens=positive_tokens,
         padded_tokens=padded_tokens,
+        tokens_held=shape[0] * shape[1] // context,
     )
 
 
@@ -185,9 +219,9 @@ def token_multiples(*, context_size: int, tensor_size: int, sequence_parallel: b
 
 def _local_counts(rollouts: RolloutBatch, indices: Tensor) -> Tensor:
     """int64 ``[3]``: response tokens, valid sequences and positive response tokens of this rank's share."""
-    ends = rollouts.cu_seqlens
-    running = torch.from_numpy(numpy.cumsum(rollouts.response_mask.numpy()))  # four times faster than torch's
-    tokens = torch.where(ends > 0, running[(ends - 1).clamp_min(0)], 0).diff()[indices]
+    starts = rollouts.cu_seqlens[:-1].numpy()  # every sequence has a token, as reduceat needs it
+    responses = numpy.add.reduceat(rollouts.response_mask.numpy().view(numpy.uint8), starts, dtype=numpy.int64)
+    tokens = torch.from_numpy(responses)[indices]
     tokens = torch.where(rollouts.sample_mask[indices], tokens, 0)
     positive = torch.where(rollouts.rewards[indices] > 0, tokens, 0)
     return torch.stack([tokens.sum(), (tokens > 0).sum(), positive.sum()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,7 +17,7 @@ class Microbatches(Protocol):
     """What a schedule needs of a minibatch; :class:`megatron_support.megatron.minibatch.Minibatch` is one."""
 
     @property
-    def microbatches(self) -> tuple[TokenBatch, ...]: ...
+    def microbatches(self) -> Sequence[TokenBatch]: ...
 
     @property
     def micro_batch_size(self) -> int: ...

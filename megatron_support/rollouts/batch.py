@@ -201,6 +201,6 @@ def shortest_decimal(value: float) -> float:
 def select_support(support: RolloutSupport, token_rows: Tensor) -> RolloutSupport:
     """The kept sets of tokens ``token_rows`` (int64), in that order; an empty set for -1."""
     rows = token_rows.clamp_min(0)
-    lengths = torch.where(token_rows >= 0, support.offsets.diff()[rows], 0)
+    lengths = torch.where(token_rows >= 0, support.offsets[rows + 1] - support.offsets[rows], 0)
     rows = ragged_arange(support.offsets[rows], lengths)
     return RolloutSupport(support.token_ids[rows], torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))

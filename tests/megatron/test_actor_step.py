@@ -99,6 +99,34 @@ def test_three_microbatches_are_filled_up_to_four_for_two_stages_of_two_chunks()
             assert metrics == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
+def _microbatches(rank, world, parallel):
+    step = make_step(parallel=parallel, microbatch={"max_tokens": 32})
+    rollouts = make_rollouts(length=(5, 17))
+    minibatch = prepare_minibatch(
+        rollouts, microbatch=step.config.microbatch, groups=step.groups, device=step.model.device
+    )
+    built = list(minibatch.microbatches)
+    again = [minibatch.microbatches[number] for number in range(len(minibatch))]
+    for first, second in zip(built, again, strict=True):
+        assert first is not second and torch.equal(first.token_index, second.token_index)
+        assert first.targets.numel() == minibatch.tokens_held
+    assert len(minibatch.microbatches[1:]) == len(minibatch) - 1
+    held = torch.cat([batch.token_index[batch.response_mask] for batch in built])
+    counts = (minibatch.valid_tokens, minibatch.valid_sequences, minibatch.positive_tokens)
+    in_use = rollouts.response_mask & rollouts.sample_mask[rollouts.sequence_ids]
+    positive = in_use & (rollouts.rewards > 0)[rollouts.sequence_ids]
+    sequences = rollouts.sequence_ids[in_use].unique().numel()
+    return held, counts, (int(in_use.sum()), sequences, int(positive.sum())), rollouts.response_mask.nonzero().flatten()
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"context": 2}], ids=str)
+def test_microbatches_are_built_on_demand_and_hold_every_response_token_once(parallel):
+    found = run_ranks(2, _microbatches, {name: size for name, size in parallel.items() if name != "data"})
+    for _, counts, expected, _ in found:
+        assert counts == expected
+    assert torch.equal(torch.cat([held for held, *_ in found]).sort().values, found[0][-1])
+
+
 def _weights_after_two_updates(rank, world, optimizer):
     step = make_step(optimizer=optimizer)
     step.step(make_rollouts())
