@@ -117,7 +117,7 @@ def token_diagnostics(
             room = block.log_ratio.new_empty(3, block.ratio.numel())
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
         parts, low, high = ratio_parts(block, chosen, window, room)
-        parts |= exclusion_parts(block, room) | mismatch_parts(block, kl_type, room)
+        parts |= exclusion_parts(block, room) | mismatch_parts(block, chosen, kl_type, room)
         names = list(parts)
         totals.append(torch.stack(list(parts.values())))
         lows.append(low)
@@ -128,7 +128,7 @@ def token_diagnostics(
     metrics = _ratio_metrics(sums, low, high, count, window) | _exclusion_metrics(sums)
     if "weight" not in sums:
         return metrics, None
-    return metrics | _mismatch_metrics(sums, count, kl_type), sums["weight"] + sums["survivors"]
+    return metrics | _mismatch_metrics(sums, count, kl_type), sums["weight"]
 
 
 def ratio_parts(
@@ -239,11 +239,12 @@ def _exclusion_metrics(sums: Sums) -> dict[str, Metric]:
     }
 
 
-def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Parts:
-    """Sums of d = prev - generation and of w = e^d over surviving tokens; the 1 of an exponential is left out.
+def mismatch_parts(block: DiagnosticTokens, chosen: Tensor, kl_type: KLType, room: Tensor) -> Parts:
+    """Sums of d = prev - generation and of w = e^d over surviving tokens.
 
     Args:
         block: the tokens.
+        chosen: the actor mask as 0 and 1.
         kl_type: which sums are read.
         room: ``[3, T]`` for intermediate values.
     """
@@ -264,12 +265,15 @@ def mismatch_parts(block: DiagnosticTokens, kl_type: KLType, room: Tensor) -> Pa
         to_generation = torch.mul(block.token_ratio, weight, out=a)
     parts["entropy"] = torch.dot(to_generation, block.actor_logprobs)
     parts["mixture"] = _sum_of_logs(torch.add(weight.new_tensor(0.5), weight, alpha=0.5, out=a))
+    kept = torch.mul(weight, chosen, out=c)  # subtracting the others' ones from a sum would lose small weights
+    parts["weight"] = kept.sum()
+    parts["weight_squares"] = torch.dot(kept, kept)
     inverse = torch.reciprocal(weight, out=a).sub_(1)
     weight.sub_(1)
-    parts["weight"] = weight.sum()
-    parts["weight_squares"] = torch.dot(weight, weight)
-    parts["inverse"] = inverse.sum()
-    parts["larger"] = torch.maximum(weight, inverse, out=c).sum()
+    if kl_type == "k3":  # less its ones, which would hide the difference from d
+        parts["weight_excess"] = weight.sum()
+        parts["inverse_excess"] = inverse.sum()
+    parts["larger_excess"] = torch.maximum(weight, inverse, out=c).sum()
     return parts
 
 
@@ -288,22 +292,22 @@ def _mismatch_metrics(sums: Sums, count: Tensor, kl_type: KLType) -> dict[str, M
     in :func:`kl_estimate`; ``js_divergence_error`` log((1 + w) / 2) - d / 2; ``approx_entropy``
     -(p / p_generation) log p; ``effective_sample_size`` of w.
     """
-    n, d, weight = sums["survivors"], sums["d"], sums["weight"]
-    squares = sums.get("squares", 0.0)
+    n, d = sums["survivors"], sums["d"]
+    squares, above, below = (sums.get(name, 0.0) for name in ("squares", "weight_excess", "inverse_excess"))
     generation, previous = {
         "k1": (-d, d),
         "k2": (0.5 * squares, 0.5 * squares),
-        "k3": (weight - d, sums["inverse"] + d),
+        "k3": (above - d, below + d),
         "abs": (sums["absolute"], sums["absolute"]),
     }[kl_type]
     return {
         "logprob_error": Mean(sums["absolute"], count, per="token"),
-        "token_mult_prob_error": Mean(sums["larger"] + n, count, per="token"),
+        "token_mult_prob_error": Mean(sums["larger_excess"] + n, count, per="token"),
         "gen_kl_error": Mean(generation, count, per="token"),
         "policy_kl_error": Mean(previous, count, per="token"),
         "js_divergence_error": Mean(sums["mixture"] - 0.5 * d, count, per="token"),
         "approx_entropy": Mean(-sums["entropy"], count, per="token"),
-        "effective_sample_size": EffectiveSampleSize(weight + n, sums["weight_squares"] + 2 * weight + n, n),
+        "effective_sample_size": EffectiveSampleSize(sums["weight"], sums["weight_squares"], n),
     }
 
 

@@ -427,3 +427,16 @@ def test_effective_sample_size_of_unequal_weights():
             actor_loss(PPO, curr_logprobs=p, prev_logprobs=p, generation_logprobs=g, **ones(p)).metrics
         )
     assert metrics["effective_sample_size"].compute() == pytest.approx(0.8, abs=1e-12)
+
+
+@pytest.mark.parametrize("shift", [-15.0, -8.0, 0.0, 8.0, 15.0])
+def test_effective_sample_size_of_weights_of_any_size(shift):
+    """Every other token is masked; the weights of the others are e^shift times 1 and 3, in fp32."""
+    prev = torch.full((4, 256), -16.0)
+    generation = prev - shift
+    generation[:, 2::4] -= math.log(3)
+    batch = ones(prev) | {"response_mask": torch.arange(256).expand(4, -1) % 2 == 0}
+    output = actor_loss(PPO, curr_logprobs=prev, prev_logprobs=prev, generation_logprobs=generation, **batch)
+    metrics = output.metrics.compute()
+    assert metrics["effective_sample_size"] == pytest.approx(0.8, rel=1e-5)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(2 * math.exp(shift), rel=1e-5)
