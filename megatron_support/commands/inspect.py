@@ -19,7 +19,9 @@ def add(commands: Commands) -> None:
         help="a rollout file before training: lengths, rewards, filters, what is missing or odd",
         description="Look at a rollout file. Ends with 1 where rows would be refused by training.",
     )
-    parser.add_argument("file", metavar="FILE", help="a rollout file, .jsonl or .parquet")
+    parser.add_argument(
+        "file", metavar="FILE", help="a rollout file, .jsonl or .parquet; convert other programs' dumps"
+    )
     parser.add_argument("--html", metavar="OUT", help="write the same, with samples, as one HTML page")
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="refuse token ids at or above N")
     parser.add_argument(
@@ -39,6 +41,9 @@ def run(options: argparse.Namespace) -> int:
 
     rollouts, errors = read_sound_rollouts(options.file, vocab_size=options.vocab_size)
     print_rollouts(options.file, rollouts, errors, Console())
+    if rollouts is None:
+        say("not one row is a rollout; if another program wrote this file:")
+        say(f"  megatron-support convert {options.file} OUT.parquet")
     if options.html:
         tokens = [] if rollouts is None else rollouts.tokens.unique().tolist()
         text = _text(options.recipe, tokens) if options.recipe else {}

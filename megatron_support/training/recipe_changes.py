@@ -28,7 +28,10 @@ def recipe_changes(saved: Mapping[str, Any], recipe: Recipe) -> list[str]:
     names = [name for name in before | now if _shown(before, name, None) != _shown(now, name, None)]
     lines = [f"{name}: {_shown(before, name)} in the checkpoint, {_shown(now, name)} in this recipe" for name in names]
     if any(name.startswith(_SCHEDULED) for name in names):
-        lines.append("the learning rate goes on by the checkpoint's schedule, which is part of its optimizer's state")
+        lines.append(
+            "the learning rate goes on by the checkpoint's schedule, which is part of its optimizer's state; for "
+            "another one, export the weights and start a new run from them"
+        )
     return lines
 
 

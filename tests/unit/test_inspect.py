@@ -139,3 +139,11 @@ def test_the_page_loads_without_errors_and_opens_a_sample(tmp_path):
     assert "sample_mask is false" in charts["findings"] and "not valid JSON" in charts["findings"]
     opened = loaded.dom.split('id="opened-sample"')[1].split("</article>")[0]
     assert "sample r5" in opened and "token id out" in opened
+
+
+def test_a_file_of_another_program_gets_the_command_that_converts_it(tmp_path, capsys):
+    foreign = write(tmp_path / "theirs.jsonl", '{"input": "a", "output": "b", "score": 1.0, "step": 1}')
+    assert main(["inspect", foreign]) == 1
+    assert f"megatron-support convert {foreign} OUT.parquet" in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", odd_file(tmp_path / "r.jsonl")]) == 1
+    assert "convert" not in capsys.readouterr().out
