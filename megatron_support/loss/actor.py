@@ -410,8 +410,8 @@ def _diagnostics(
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
-            left_out=inputs.valid ^ part.actor_mask,
             excluded=part.excluded.tokens,
+            dropped=None if part.survives is part.actor_mask else part.survives ^ part.actor_mask,
             curr_logprobs=curr,
             prev_logprobs=inputs.previous,
             generation_logprobs=inputs.generation_logprobs,

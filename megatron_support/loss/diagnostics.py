@@ -5,10 +5,11 @@ Tokens are worked through in blocks, with few and reused intermediate tensors: o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -33,10 +34,10 @@ class DiagnosticTokens:
 
     mask: Tensor
     """bool, the actor mask."""
-    left_out: Tensor
-    """bool, response & sample mask less the actor mask."""
     excluded: Tensor | None
-    """bool, of ``left_out``; None where filtering is inactive."""
+    """bool, outside the support; None where filtering is inactive."""
+    dropped: Tensor | None
+    """bool, in the support and not in the actor mask: tokens of sequences that left. None where no rule drops any."""
     curr_logprobs: Tensor
     prev_logprobs: Tensor | None
     generation_logprobs: Tensor | None
@@ -69,18 +70,6 @@ class DiagnosticTokens:
             for name, piece in pieces.items():
                 values[name] = piece[number]
             yield DiagnosticTokens(**values)
-
-    def of_left_out(self) -> DiagnosticTokens:
-        """The tokens left out, a few in a thousand, and their neighbours; all tokens where gathering would wait for
-        the device."""
-        mask = self.left_out
-        if not on_cpu(mask) or mask.numel() % 8:
-            return self
-        index = mask.view(torch.int64).nonzero().squeeze(-1)  # eight bytes at a time
-        names = ("left_out", "excluded", "curr_logprobs", "prev_logprobs", "generation_logprobs", "raw_advantages")
-        values = {name: getattr(self, name) for name in names}
-        given = {name: value.view(-1, 8) for name, value in values.items() if value is not None}
-        return replace(self, **{name: value.index_select(0, index).view(-1) for name, value in given.items()})
 
 
 def _scalars(values: Tensor) -> Iterable[Any]:
@@ -203,19 +192,28 @@ def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
         block: the tokens.
         room: ``[3, T]`` for intermediate values.
     """
-    left = block.of_left_out()
-    advantages = select(left.left_out, left.raw_advantages)
-    few = room[0, : advantages.numel()]
-    parts = _advantage_sums("kept", block.advantages, room[0]) | _advantage_sums("left_out", advantages, few)
-    if left.excluded is None:
+    parts = _advantage_sums("kept", block.advantages, room[0])
+    if block.dropped is not None:
+        parts |= _advantage_sums("dropped", select(block.dropped, block.raw_advantages), room[0])
+    if block.excluded is None:
         return parts
-    excluded = as_float(left.excluded, advantages.dtype)
-    parts |= _advantage_sums("excluded", advantages * excluded, few)
-    sources = {"current": left.curr_logprobs, "previous": left.prev_logprobs, "generation": left.generation_logprobs}
+    take = _taker(block.excluded)
+    advantages = take(block.raw_advantages)
+    parts |= _advantage_sums("excluded", advantages, room[0, : advantages.numel()])
+    sources = {"current": block.curr_logprobs, "previous": block.prev_logprobs, "generation": block.generation_logprobs}
     for name, values in sources.items():
         if values is not None:
-            parts[f"excluded_by_{name}"] = torch.dot((values == -torch.inf).to(excluded.dtype), excluded)
+            parts[f"excluded_by_{name}"] = (take(values) == -torch.inf).sum(dtype=advantages.dtype)
     return parts
+
+
+def _taker(mask: Tensor) -> Callable[[Tensor], Tensor]:
+    """``values`` -> those where the mask is True, few of many. Where gathering would wait for a device: all of them,
+    with 0 in place of the others, which adds nothing to a sum."""
+    if not on_cpu(mask):
+        return lambda values: torch.where(mask, values, 0.0)
+    index = torch.from_numpy(numpy.flatnonzero(mask.numpy()))
+    return lambda values: values.index_select(0, index)
 
 
 def _advantage_sums(of: str, advantages: Tensor, room: Tensor) -> Parts:
@@ -227,7 +225,10 @@ def _advantage_sums(of: str, advantages: Tensor, room: Tensor) -> Parts:
 
 def _exclusion_metrics(sums: Sums) -> dict[str, Metric]:
     """Share of tokens with a positive and a negative advantage that left, and the share of |advantage|."""
-    size, sign, signed = (sums[f"kept_{name}"] + sums[f"left_out_{name}"] for name in ("mass", "sign", "signed"))
+    size, sign, signed = (
+        sum(sums.get(f"{of}_{name}", 0.0) for of in ("kept", "dropped", "excluded"))
+        for name in ("mass", "sign", "signed")
+    )
     gone_size, gone_sign, gone_signed = (sums.get(f"excluded_{name}", 0.0) for name in ("mass", "sign", "signed"))
     positive, negative = (signed + sign) / 2, (signed - sign) / 2
     gone_positive, gone_negative = (gone_signed + gone_sign) / 2, (gone_signed - gone_sign) / 2
