@@ -197,7 +197,7 @@ def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
         parts |= _advantage_sums("dropped", select(block.dropped, block.raw_advantages), room[0])
     if block.excluded is None:
         return parts
-    take = _taker(block.excluded)
+    take = _entries_of(block.excluded)
     advantages = take(block.raw_advantages)
     parts |= _advantage_sums("excluded", advantages, room[0, : advantages.numel()])
     sources = {"current": block.curr_logprobs, "previous": block.prev_logprobs, "generation": block.generation_logprobs}
@@ -207,7 +207,7 @@ def exclusion_parts(block: DiagnosticTokens, room: Tensor) -> Parts:
     return parts
 
 
-def _taker(mask: Tensor) -> Callable[[Tensor], Tensor]:
+def _entries_of(mask: Tensor) -> Callable[[Tensor], Tensor]:
     """``values`` -> those where the mask is True, few of many. Where gathering would wait for a device: all of them,
     with 0 in place of the others, which adds nothing to a sum."""
     if not on_cpu(mask):

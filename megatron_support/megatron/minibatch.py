@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -68,6 +68,9 @@ class PlannedMicrobatches(Sequence[TokenBatch]):
 
     def __len__(self) -> int:
         return len(self._plan)
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        return map(self._build, self._plan)  # Sequence's own takes an IndexError of building for the end
 
     @overload
     def __getitem__(self, index: int) -> TokenBatch: ...

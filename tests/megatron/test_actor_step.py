@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_support.loss import actor_loss
-from megatron_support.megatron.minibatch import prepare_minibatch
+from megatron_support.megatron.minibatch import PlannedMicrobatches, prepare_minibatch
 from tests.megatron.actor_setup import KL_GSPO, make_rollouts, make_step
 from tests.ranks import run_ranks
 
@@ -125,6 +125,14 @@ def test_microbatches_are_built_on_demand_and_hold_every_response_token_once(par
     for _, counts, expected, _ in found:
         assert counts == expected
     assert torch.equal(torch.cat([held for held, *_ in found]).sort().values, found[0][-1])
+
+
+def test_an_error_in_building_a_microbatch_is_not_the_end_of_a_minibatch():
+    def build(indices):
+        raise IndexError("index out of range in self")
+
+    with pytest.raises(IndexError, match="out of range"):
+        list(PlannedMicrobatches([torch.arange(2)], build))
 
 
 def _weights_after_two_updates(rank, world, optimizer):
