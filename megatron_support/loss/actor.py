@@ -16,9 +16,9 @@ from megatron_support.loss.diagnostics import DiagnosticTokens, token_diagnostic
 from megatron_support.loss.inputs import TokenInputs, token_inputs
 from megatron_support.loss.kl import reference_kl
 from megatron_support.loss.layout import SequenceSum
-from megatron_support.loss.masks import Selection, count, exclusions, poison, select
+from megatron_support.loss.masks import Selection, count, exclusions, poison, select, value_range
 from megatron_support.loss.participation import DropRules, Participation, participation
-from megatron_support.loss.ratio import level_log_ratio, sequence_means
+from megatron_support.loss.ratio import bounded, level_log_ratio, sequence_means
 from megatron_support.loss.surrogates import SurrogateInputs, SurrogateOutput, surrogate_loss
 from megatron_support.metrics import Mean, Metric, MetricSet, Sum
 from megatron_support.types import LossOutput
@@ -196,29 +196,43 @@ class _ActorTokens:
 
     selection: Selection
     log_ratio: Tensor
+    log_ratio_range: tuple[Tensor, Tensor]
     advantages: Tensor
     log_weight: Tensor | None
     """prev - generation, where that is given."""
+    log_weight_range: tuple[Tensor, Tensor] | None
     fault: Tensor
     """0, or NaN where a log-probability that takes part is not finite."""
 
 
 def _actor_tokens(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _ActorTokens:
     selection = Selection(part.actor_mask)
-    log_ratio = selection(inputs.curr_logprobs - inputs.previous)
-    generation = inputs.generation_logprobs
-    log_weight = None if generation is None else selection(inputs.previous - generation)
-    if part.survives is part.actor_mask:
-        suspects = [log_ratio] if log_weight is None else [log_ratio, log_weight]
-    else:  # a fault in a sequence that was dropped is still a fault
-        read = (inputs.previous, generation, inputs.advantages, inputs.entropy, inputs.correction_weights)
+    log_ratio = selection.difference(inputs.curr_logprobs, inputs.previous)
+    ranges = [value_range(log_ratio)]
+    log_weight = None
+    if inputs.generation_logprobs is not None:
+        log_weight = selection.difference(inputs.previous, inputs.generation_logprobs)
+        ranges.append(value_range(log_weight))
+    suspects = ranges
+    if part.survives is not part.actor_mask:  # a fault in a sequence that was dropped is still a fault
+        read = (
+            inputs.previous,
+            inputs.generation_logprobs,
+            inputs.advantages,
+            inputs.entropy,
+            inputs.correction_weights,
+        )
         whole = Selection(part.survives)
-        suspects = [whole(values.detach()) for values in (inputs.curr_logprobs, *read) if values is not None]
+        suspects = [
+            value_range(whole(values.detach())) for values in (inputs.curr_logprobs, *read) if values is not None
+        ]
     return _ActorTokens(
         selection=selection,
         log_ratio=log_ratio,
+        log_ratio_range=ranges[0],
         advantages=selection(inputs.advantages),
         log_weight=log_weight,
+        log_weight_range=None if log_weight is None else ranges[1],
         fault=poison(*suspects),
     )
 
@@ -231,7 +245,7 @@ def _surrogate(
     def sequence_mean(values: Tensor) -> Tensor:
         return layout.to_tokens(sequence_means(values, counts, layout))
 
-    log_ratio = level_log_ratio(tokens.log_ratio, counts, layout, config.ratio_level)
+    log_ratio = level_log_ratio(tokens.log_ratio, counts, layout, config.ratio_level, tokens.log_ratio_range)
     return surrogate_loss(
         config.surrogate.type,
         SurrogateInputs(
@@ -303,7 +317,7 @@ def _kl(config: ActorLossConfig, inputs: TokenInputs, part: Participation) -> _K
         if part.rejected is None
         else select(inputs.valid, raw.detach() - inputs.reference_logprobs)
     )
-    return _KL(values=select(part.kl_mask, values), fault=poison(whole))
+    return _KL(values=select(part.kl_mask, values), fault=poison(value_range(whole)))
 
 
 def _numerator(
@@ -407,6 +421,7 @@ def _diagnostics(
     num_tokens = counts.surviving_tokens if survivors else counts.valid_tokens
     num_sequences = counts.surviving_sequences if survivors else counts.valid_sequences
     curr = inputs.curr_logprobs.detach()
+    by_token = config.ratio_level == "token"
     metrics, weight_sum = token_diagnostics(
         DiagnosticTokens(
             mask=part.actor_mask,
@@ -419,21 +434,25 @@ def _diagnostics(
             advantages=tokens.advantages,
             actor_logprobs=None if tokens.log_weight is None else tokens.selection(curr),
             log_ratio=tokens.log_ratio.detach(),
-            log_weight=tokens.log_weight,
-            token_ratio=None if config.ratio_level != "token" else surrogate.importance_ratio,
+            log_weight=None if tokens.log_weight is None else bounded(tokens.log_weight, tokens.log_weight_range),
+            token_ratio=surrogate.importance_ratio if by_token else None,
             ratio=surrogate.ratio.detach(),
+            clipped_ratio=surrogate.clipped_ratio,
             clipped=surrogate.clipped,
             bounded=surrogate.bounded,
         ),
         num_tokens,
+        log_ratio_range=tokens.log_ratio_range if by_token else None,
+        log_weight_range=tokens.log_weight_range,
         window=surrogate.window,
+        pessimistic=surrogate.pessimistic,
         kl_type="k3" if config.kl is None else config.kl.type,
     )
     if correction is not None:
         return metrics | weight_metrics(correction, part, num_tokens, num_sequences)
     if weight_sum is None:
         return metrics
-    if config.ratio_level == "token":
+    if by_token:
         metrics["sampling_importance_ratio"] = Mean(weight_sum, num_tokens, per="token")
         return metrics
     assert tokens.log_weight is not None

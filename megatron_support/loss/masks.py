@@ -76,8 +76,15 @@ class Selection:
             return torch.where(self.mask, values, 0.0)
         bits = self.bits(values.dtype)
         if values.requires_grad and torch.is_grad_enabled():
-            return _AndBits.apply(values, bits)
+            return _AndBits.apply(values, bits, None)
         return _keep(values, bits)
+
+    def difference(self, values: Tensor, constant: Tensor) -> Tensor:
+        """``selection(values - constant)`` with one tensor less; both of one dtype, no gradient for the constant."""
+        constant = constant.detach()
+        if torch.compiler.is_compiling():
+            return self(values - constant)
+        return _AndBits.apply(values, self.bits(values.dtype), constant)
 
 
 def _keep(values: Tensor, bits: Tensor) -> Tensor:
@@ -87,16 +94,20 @@ def _keep(values: Tensor, bits: Tensor) -> Tensor:
 
 class _AndBits(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, bits: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, bits: Tensor, constant: Tensor | None) -> Tensor:
         ctx.save_for_backward(bits)
-        return _keep(values, bits)
+        if constant is None:
+            return _keep(values, bits)
+        difference = values - constant
+        difference.view(bits.dtype).bitwise_and_(bits)
+        return difference
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         gradient, (bits,) = grads[0].contiguous(), ctx.saved_tensors
         if gradient.requires_grad:
-            return _AndBits.apply(gradient, bits), None
-        return _keep(gradient, bits), None
+            return _AndBits.apply(gradient, bits, None), None, None
+        return _keep(gradient, bits), None, None
 
 
 def select(mask: Tensor, values: Tensor) -> Tensor:
@@ -124,14 +135,21 @@ def intersection(mask: Tensor, other: Tensor) -> Tensor:
     return torch.bitwise_and(mask.view(torch.uint8), other.view(torch.uint8)).view(torch.bool)
 
 
-def poison(first: Tensor, *others: Tensor) -> Tensor:
-    """0 where every entry is finite, NaN otherwise; detached, no host synchronisation.
+def value_range(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest entry, NaN where an entry is NaN; detached. Zeros of no entries, as of masked ones."""
+    values = values.detach()
+    if values.numel() == 0:
+        return values.new_zeros(()), values.new_zeros(())
+    return torch.aminmax(values)
+
+
+def poison(*ranges: tuple[Tensor, Tensor]) -> Tensor:
+    """0 where every entry is finite, NaN otherwise, of tensors with these :func:`value_range`; no host synchronisation.
 
     Clipping would turn an infinite ratio into an ordinary number. Added to the loss, this keeps a fault visible.
     Sanitised tensors hold something non-finite only at tokens that take part.
     """
-    extremes = [extreme for values in (first, *others) if values.numel() for extreme in torch.aminmax(values.detach())]
-    return torch.stack(extremes).mul(0).sum() if extremes else first.detach().sum()
+    return torch.stack([extreme for pair in ranges for extreme in pair]).mul(0).sum()
 
 
 def count(mask: Tensor) -> Tensor:

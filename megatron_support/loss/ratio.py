@@ -9,16 +9,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_support.loss.layout import Layout
-from megatron_support.loss.masks import on_cpu
+from megatron_support.loss.masks import on_cpu, value_range
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped into [-20, 20] (gradient 0 beyond), so a ratio is at most e^20 = 4.9e8 and never overflows."""
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """The log-ratio clamped into [-20, 20], gradient 0 beyond."""
-    if log_ratio.numel() and on_cpu(log_ratio):
-        low, high = torch.aminmax(log_ratio.detach())
+def bounded(log_ratio: Tensor, extremes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The log-ratio clamped into [-20, 20], gradient 0 beyond.
+
+    Args:
+        log_ratio: any shape.
+        extremes: its :func:`value_range` where that is at hand.
+    """
+    if on_cpu(log_ratio):
+        low, high = value_range(log_ratio) if extremes is None else extremes
         if low >= -MAX_LOG_RATIO and high <= MAX_LOG_RATIO:  # as nearly always
             return log_ratio
     return _Bounded.apply(log_ratio)
@@ -55,6 +60,7 @@ def level_log_ratio(
     counts: Tensor,
     layout: Layout,
     level: Literal["token", "sequence", "sequence_token"],
+    extremes: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The log-ratio that stands for each token.
 
@@ -67,12 +73,13 @@ def level_log_ratio(
         counts: float64 ``[sequences]``, surviving tokens.
         layout: sequences and ranks.
         level: which.
+        extremes: :func:`value_range` of ``log_ratio``.
 
     Returns:
         A tensor that broadcasts to the tokens, in [-20, 20].
     """
     if level == "token":
-        return bounded(log_ratio)
+        return bounded(log_ratio, extremes)
     if level == "sequence":
         return layout.to_tokens(bounded(sequence_means(log_ratio, counts, layout))).expand(log_ratio.shape)
     mean = layout.to_tokens(bounded(sequence_means(log_ratio.detach(), counts, layout)))

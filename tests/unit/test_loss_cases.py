@@ -440,3 +440,66 @@ def test_effective_sample_size_of_weights_of_any_size(shift):
     metrics = output.metrics.compute()
     assert metrics["effective_sample_size"] == pytest.approx(0.8, rel=1e-5)
     assert metrics["sampling_importance_ratio"] == pytest.approx(2 * math.exp(shift), rel=1e-5)
+
+
+@pytest.mark.parametrize("ratio_level", ["token", "sequence"])
+@pytest.mark.parametrize("signs", ["both", "above", "below"])
+@pytest.mark.parametrize("spread", [1e-3, 0.3, 6.0])
+@pytest.mark.parametrize(
+    "surrogate",
+    [
+        {"type": "ppo_clip", "clip_low": 0.1, "clip_high": 0.2},
+        {"type": "ppo_clip", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.5},
+        {"type": "cispo", "clip_low": 0.1, "clip_high": 0.2},
+    ],
+    ids=lambda fields: "dual" if "dual_clip" in fields else fields["type"],
+)
+def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio_level):
+    """Of 23 x 31 tokens, by arithmetic over the tokens that take part, one by one in float64.
+
+    ``signs``: whether log-ratios lie on both sides of a masked token's 0, or all above or below it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (23, 31)
+
+    def noise() -> torch.Tensor:
+        values = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values if signs == "both" else values.abs() if signs == "above" else -values.abs()
+
+    curr = -8 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    prev = curr - noise()
+    generation = prev - noise()
+    advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask = torch.rand(shape, generator=generator) < 0.7
+    aggregation = {"type": "token_mean" if ratio_level == "token" else "sequence_mean"}
+    config = ActorLossConfig.from_dict({"surrogate": surrogate, "ratio_level": ratio_level, "aggregation": aggregation})
+    values = actor_loss(
+        config,
+        curr_logprobs=curr,
+        prev_logprobs=prev,
+        generation_logprobs=generation,
+        advantages=advantages,
+        response_mask=mask,
+    ).metrics.compute()
+    log_ratio = curr - prev
+    if ratio_level == "sequence":
+        means = torch.where(mask, log_ratio, 0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+        log_ratio = means.expand(shape)
+    ratio, d = log_ratio.clamp(-20, 20).exp()[mask], (prev - generation).clamp(-20, 20)[mask]
+    a, clipped = advantages[mask], ratio.clamp(0.9, 1.2)
+    touched = ratio != clipped if surrogate["type"] == "cispo" else ratio * a > clipped * a
+    expected = {
+        "probs_ratio": ratio.mean(),
+        "probs_ratio_min": ratio.min(),
+        "probs_ratio_max": ratio.max(),
+        "probs_ratio_clamped": clipped.mean(),
+        "clip_fraction_low": (touched & (ratio < 1)).double().mean(),
+        "clip_fraction_high": (touched & (ratio > 1)).double().mean(),
+        "js_divergence_error": ((1 + d.exp()).log() - math.log(2) - d / 2).mean(),
+        "token_mult_prob_error": d.abs().exp().mean(),
+        "gen_kl_error": (d.exp() - 1 - d).mean(),
+    }
+    assert {name: values[name] for name in expected} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}, rel=1e-9
+    )
+    assert spread < 1 or values["clip_fraction_low"] + values["clip_fraction_high"] > 0

@@ -54,8 +54,13 @@ class SurrogateOutput:
     """What the loss is linear in before clipping: the ratio, or the log-probability. Reported only."""
     window: tuple[float, float] | None = None
     """The bounds that clip ``ratio``; None for no clipping."""
+    clipped_ratio: Tensor | None = None
+    """``ratio`` clipped into ``window``, where it is at hand."""
     clipped: Tensor | None = None
     """bool, or 0 and 1: tokens whose gradient a clip removed or whose ratio it changed."""
+    pessimistic: bool = False
+    """Whether a token is ``clipped`` above only where its advantage is positive, and below only where it is negative,
+    as PPO's minimum has it. Then ``clipped`` is 0 at tokens that do not take part."""
     bounded: Tensor | None = None
     """bool, tokens where a second bound applies (dual clip, ratio cap)."""
     zero_outside: bool = False

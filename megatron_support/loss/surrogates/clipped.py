@@ -29,7 +29,7 @@ def ppo_clip(
     clipped = torch.gt(excess, 0.0, out=excess)
     clipped_advantages = clipped * advantages
     slope = clipped_advantages - advantages
-    loss = ratio * slope - clipped_advantages.mul_(clipped_ratio)
+    loss = (ratio * slope).sub_(clipped_advantages.mul_(clipped_ratio))
     bounded = None
     if dual_clip is not None:
         bounded = (advantages < 0) & (loss.detach() > dual_clip * -advantages)
@@ -38,7 +38,9 @@ def ppo_clip(
         loss=loss,
         ratio=plain,
         window=(1 - clip_low, 1 + clip_high),
+        clipped_ratio=clipped_ratio,
         clipped=clipped,
+        pessimistic=True,
         bounded=bounded,
         zero_outside=True,
     )
