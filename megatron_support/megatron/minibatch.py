@@ -222,9 +222,9 @@ def token_multiples(*, context_size: int, tensor_size: int, sequence_parallel: b
 
 def _local_counts(rollouts: RolloutBatch, indices: Tensor) -> Tensor:
     """int64 ``[3]``: response tokens, valid sequences and positive response tokens of this rank's share."""
-    starts = rollouts.cu_seqlens[:-1].numpy()  # every sequence has a token, as reduceat needs it
-    responses = numpy.add.reduceat(rollouts.response_mask.numpy().view(numpy.uint8), starts, dtype=numpy.int64)
-    tokens = torch.from_numpy(responses)[indices]
+    mask, begins, ends = rollouts.response_mask.numpy(), rollouts.cu_seqlens[indices], rollouts.cu_seqlens[indices + 1]
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    tokens = torch.tensor([numpy.count_nonzero(mask[begin:end]) for begin, end in spans], dtype=torch.int64)
     tokens = torch.where(rollouts.sample_mask[indices], tokens, 0)
     positive = torch.where(rollouts.rewards[indices] > 0, tokens, 0)
     return torch.stack([tokens.sum(), (tokens > 0).sum(), positive.sum()])

@@ -97,7 +97,9 @@ class RolloutBatch:
     """Fields whose values, or whose -inf, the program that wrote the file had lost: what stands there is no fact."""
 
     def __post_init__(self) -> None:
-        """Check sizes, and that no response begins a sequence: its first token is predicted from nothing."""
+        """Check kinds and sizes, and that no response begins a sequence: its first token is predicted from nothing."""
+        for f in fields(self):
+            _check_host_tensor(f.name, getattr(self, f.name))
         tokens, sequences = int(self.cu_seqlens[-1]), self.cu_seqlens.numel() - 1
         if int(self.cu_seqlens[0]) != 0 or (self.lengths < 1).any():
             raise RolloutError(
@@ -182,6 +184,18 @@ class RolloutBatch:
                 chosen[f.name] = value[token_rows if f.name in PER_TOKEN else indices]
         support = None if self.support is None else select_support(self.support, token_rows)
         return RolloutBatch(cu_seqlens=cu_seqlens, support=support, **chosen)
+
+
+def _check_host_tensor(name: str, value: Any) -> None:
+    """Raise where ``value`` is a tensor that numpy cannot read: microbatches are cut by numpy, on the host."""
+    if not isinstance(value, Tensor):
+        return
+    if value.device.type != "cpu" or value.requires_grad or value.dtype == torch.bfloat16:
+        grad = ", with gradient" if value.requires_grad else ""
+        raise RolloutError(
+            f"{name} must be a tensor on the CPU, detached, and fp32 if it has fractions, got {value.dtype} on "
+            f"{value.device}{grad}; pass {name}.detach().float().cpu(), or without float() if it has none"
+        )
 
 
 def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support
-from megatron_support.rollouts.planning import Layout, round_up
+from megatron_support.rollouts.planning import Layout
 from megatron_support.types import SamplingParams, TokenBatch
+
+Array = numpy.ndarray[Any, Any]
 
 
 def build_microbatch(
@@ -41,37 +44,49 @@ def build_microbatch(
         columns: names of per-token columns of the batch to take along.
     """
     rows, width = pad_to
-    total = rows * width
-    if layout == "packed":
-        sizes = round_up(rollouts.lengths[indices], sequence_multiple)
-        cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        if int(cu_seqlens[-1]) < total:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([total])])
-        segments = cu_seqlens.diff()
-    else:
-        cu_seqlens = None
-        segments = torch.full((rows,), width)
-    laid_out = _lay_out(rollouts, indices, segments)
+    chosen = indices.numpy()  # of arrays as small as these, numpy's calls cost a third of torch's
+    segments = _segments(rollouts.lengths.numpy()[chosen], layout, pad_to, sequence_multiple)
+    laid_out = _lay_out(rollouts, chosen, segments)
     if context_size > 1:
-        held = context_positions(segments, context_size, context_rank)
-        laid_out = [column.index_select(0, held) for column in laid_out]
+        held = context_positions(torch.from_numpy(segments), context_size, context_rank).numpy()
+        laid_out = [column[held] for column in laid_out]
     source, target, position, sequence = laid_out
     inputs, targets = _Taker(source), _Taker(target)
     shape = (rows, width // context_size)
+    sequence_ids = targets.fill(sequence, 0)
+    token_index = torch.from_numpy(target)
+    packed = layout == "packed"
     return TokenBatch(
         input_ids=inputs(rollouts.tokens, 0).view(shape),
-        position_ids=position.view(shape),
+        position_ids=torch.from_numpy(position).view(shape),
         targets=targets(rollouts.tokens, -1),
         response_mask=targets(rollouts.response_mask, False),
-        sequence_ids=targets.fill(sequence, 0),
-        token_index=target,
+        sequence_ids=sequence_ids,
+        token_index=token_index,
         sampling=_sampling(rollouts, sequence, targets),
         num_sequences=rollouts.num_sequences,
         columns={name: targets(getattr(rollouts, name), 0.0) for name in columns},
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(torch.int32),
-        max_seqlen=None if cu_seqlens is None else int(segments.max()),
-        support=None if rollouts.support is None else select_support(rollouts.support, target),
+        cu_seqlens=_boundaries(segments) if packed else None,
+        max_seqlen=int(segments.max()) if packed else None,
+        support=None if rollouts.support is None else select_support(rollouts.support, token_index),
     )
+
+
+def _segments(lengths: Array, layout: Layout, pad_to: tuple[int, int], sequence_multiple: int) -> Array:
+    """int64 ``[>= n]``: tokens of each segment that the microbatch is laid out in, a sequence to each of the first."""
+    rows, width = pad_to
+    if layout == "padded":
+        return numpy.full(rows, width)
+    sizes = -(-lengths // sequence_multiple) * sequence_multiple
+    rest = rows * width - int(sizes.sum())
+    return numpy.append(sizes, rest) if rest else sizes
+
+
+def _boundaries(segments: Array) -> Tensor:
+    """int32 ``[n + 1]``: where each segment begins, and where the last one ends."""
+    boundaries = numpy.zeros(len(segments) + 1, dtype=numpy.int32)
+    segments.cumsum(out=boundaries[1:])
+    return torch.from_numpy(boundaries)
 
 
 def context_positions(segments: Tensor, size: int, rank: int) -> Tensor:
@@ -102,7 +117,7 @@ def context_positions(segments: Tensor, size: int, rank: int) -> Tensor:
     return ragged_arange(torch.stack([first, second], 1).flatten(), chunk.repeat_interleave(2))
 
 
-def _lay_out(rollouts: RolloutBatch, indices: Tensor, segments: Tensor) -> list[Tensor]:
+def _lay_out(rollouts: RolloutBatch, chosen: Array, segments: Array) -> list[Array]:
     """int64 ``[total]`` each of the unsplit microbatch: token index, target's token index, position, sequence.
 
     Token indices point into the batch's flat storage and are -1 where there is none. Positions are 0 at padding, and
@@ -110,49 +125,47 @@ def _lay_out(rollouts: RolloutBatch, indices: Tensor, segments: Tensor) -> list[
 
     Args:
         rollouts: the minibatch.
-        indices: int64 ``[n]``, its sequences in order, one at the start of each of the first segments.
+        chosen: int64 ``[n]``, its sequences in order, one at the start of each of the first segments.
         segments: int64 ``[>= n]``, tokens of each segment, padding included.
     """
-    sizes, chosen = segments.numpy(), indices.numpy()  # of small arrays, numpy's calls cost a third of torch's
-    lengths, first, sequences = numpy.zeros((3, len(sizes)), dtype=numpy.int64)
-    lengths[: len(chosen)] = rollouts.lengths.numpy()[chosen]
-    first[: len(chosen)] = rollouts.cu_seqlens.numpy()[chosen]
+    sequences = numpy.zeros_like(segments)
     sequences[: len(chosen)] = chosen
-    ends = sizes.cumsum()
-    starts = ends - sizes
+    lengths = rollouts.lengths.numpy()[sequences]
+    lengths[len(chosen) :] = 0
+    ends = segments.cumsum()
+    starts = ends - segments
     position = numpy.arange(ends[-1])
-    source = numpy.repeat(first - starts, sizes)
+    position -= numpy.repeat(starts, segments)
+    source = numpy.repeat(rollouts.cu_seqlens.numpy()[sequences], segments)
     source += position
-    position -= numpy.repeat(starts, sizes)
     target = source + 1
-    target[(starts + lengths - 1)[lengths > 0]] = -1  # nothing follows a sequence's last token
+    target[(starts + lengths)[: len(chosen)] - 1] = -1  # nothing follows a sequence's last token
     if lengths.sum() < ends[-1]:
-        padding = position >= numpy.repeat(lengths, sizes)
-        for column, missing in ((source, -1), (target, -1), (position, 0)):
-            numpy.copyto(column, missing, where=padding)
-    return [torch.from_numpy(column) for column in (source, target, position, numpy.repeat(sequences, sizes))]
+        padding = position >= numpy.repeat(lengths, segments)
+        source[padding] = target[padding] = -1
+        position[padding] = 0
+    return [source, target, position, numpy.repeat(sequences, segments)]
 
 
 class _Taker:
     """``values[index]``, and a missing value where the index is -1."""
 
-    def __init__(self, index: Tensor) -> None:
-        self._present = index >= 0
-        self._index = index.clamp_min(0)
+    def __init__(self, index: Array) -> None:
+        self._index = index
+        self._absent = index < 0
 
     def __call__(self, values: Tensor, missing: float) -> Tensor:
-        return self.fill(values.index_select(0, self._index), missing)
+        return self.fill(values.numpy().take(self._index, mode="clip"), missing)
 
-    def fill(self, taken: Tensor, missing: float) -> Tensor:
-        """``taken``, with a missing value where there is no index."""
-        if taken.dtype == torch.bool and not missing:
-            return taken & self._present  # a quarter of the time of choosing
-        return torch.where(self._present, taken, missing)
+    def fill(self, taken: Array, missing: float) -> Tensor:
+        """``taken`` itself, with a missing value where there is no index."""
+        taken[self._absent] = missing
+        return torch.from_numpy(taken)
 
 
-def _sampling(rollouts: RolloutBatch, sequence: Tensor, targets: _Taker) -> SamplingParams:
+def _sampling(rollouts: RolloutBatch, sequence: Array, targets: _Taker) -> SamplingParams:
     """Numbers where all sequences of the minibatch agree, so that a filter that is off costs nothing; else tensors."""
     if rollouts.shared_sampling is not None:
         return rollouts.shared_sampling
     off = ((rollouts.temperature, 1.0), (rollouts.top_k, 0), (rollouts.top_p, 1.0))
-    return SamplingParams(*(targets.fill(column[sequence], value) for column, value in off))
+    return SamplingParams(*(targets.fill(column.numpy()[sequence], value) for column, value in off))

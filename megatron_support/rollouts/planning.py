@@ -115,6 +115,8 @@ def spread(sizes: Sequence[int], bins: int) -> list[list[int]]:
     Returns:
         The items of each bin, ascending.
     """
+    if bins == 1:
+        return [[*range(len(sizes))]]
     loads = [0] * bins
     members: list[list[int]] = [[] for _ in range(bins)]
     order = _longest_first(sizes)

@@ -17,6 +17,7 @@ from megatron_support.rollouts import RolloutBatch
 from megatron_support.rollouts.planning import plan_microbatches
 
 CPU = torch.device("cpu")
+READ_BY_PPO = ("generation_logprobs", "prev_logprobs", "advantages")
 
 
 def lengths_of(kind: str, count: int, longest: int) -> Tensor:
@@ -49,6 +50,7 @@ class Sharing:
 def measure_sharing(rollouts: RolloutBatch, ranks: int, budget: int, layout: str = "packed") -> Sharing:
     """One preparation as rank 0 of ``ranks`` that do not exist: collectives return at once."""
     lengths = rollouts.lengths
+    rollouts = rollouts.with_columns(**dict.fromkeys(READ_BY_PPO, rollouts.generation_logprobs))
     microbatch = MicrobatchConfig.from_dict({"max_tokens": budget, "layout": layout})
     started = time.process_time()
     plan = plan_microbatches(lengths, max_tokens=budget, data_parallel_size=ranks, layout=layout)
@@ -57,7 +59,7 @@ def measure_sharing(rollouts: RolloutBatch, ranks: int, budget: int, layout: str
     try:
         groups = ParallelGroups(data=dist.group.WORLD, data_context=dist.group.WORLD, world=dist.group.WORLD)
         started = time.process_time()
-        minibatch = prepare_minibatch(rollouts, microbatch=microbatch, groups=groups, device=CPU)
+        minibatch = prepare_minibatch(rollouts, microbatch=microbatch, groups=groups, device=CPU, columns=READ_BY_PPO)
         for _ in minibatch.microbatches:  # built one at a time, as a schedule asks for them
             pass
         preparing = time.process_time() - started

@@ -103,6 +103,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"support": RolloutSupport(torch.zeros(0, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))},
         "support.offsets must have 6 entries, one more than tokens, got 5",
     ),
+    "bf16": (
+        {"values": torch.zeros(5, dtype=torch.bfloat16)},
+        "values must be a tensor on the CPU, detached, and fp32 if it has fractions, got torch.bfloat16 on cpu; pass",
+    ),
+    "gradient": (
+        {"advantages": torch.zeros(5, requires_grad=True)},
+        "got torch.float32 on cpu, with gradient; pass advantages.detach()",
+    ),
+    "device": ({"rewards": torch.zeros(2, device="meta")}, "rewards must be a tensor on the CPU"),
     "response first": (
         {"response_mask": torch.tensor([False, True, True, True, True])},
         "the first token of sample 's1' must not be a response token; add a prompt token",
@@ -111,7 +120,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_wrong_sizes_are_named(fault):
+def test_wrong_tensors_are_named(fault):
     changes, message = WRONG[fault]
     with pytest.raises(RolloutError) as caught:
         make_rollouts([3, 2]).with_columns(**changes)
