@@ -27,11 +27,12 @@ Schema = TypeVar("Schema", bound=StrictModel)
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check_task: TaskCheck | None = None) -> Recipe:
     """Read a recipe.
 
-    Relative paths of rollout files and of weights are taken from the folder of ``path`` and become absolute. What a
-    recipe names lies in its folder, the working directory or a folder of its field ``may_read``. A recipe may begin
-    with ``defaults: [base.yaml, ...]``: files, relative to it, whose fields it takes over. Later files win over earlier
-    ones and the recipe over all; mappings merge field by field, lists are replaced, and a mapping whose ``type``
-    differs replaces the other, because its fields are other fields.
+    Relative paths of rollout files and of weights are taken from the folder of ``path``, those of ``overrides``
+    from the working directory, and become absolute. What a recipe names lies in its folder, the working directory
+    or a folder of its field ``may_read``. A recipe may begin with ``defaults: [base.yaml, ...]``: files, relative
+    to it, whose fields it takes over. Later files win over earlier ones and the recipe over all; mappings merge
+    field by field, lists are replaced, and a mapping whose ``type`` differs replaces the other, because its fields
+    are other fields.
 
     Args:
         path: a YAML file (safe subset; ``${...}`` interpolation as in omegaconf, ``${oc.env:NAME,default}`` reads the

@@ -49,7 +49,8 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
     Args:
         recipe: as validated.
         source: its file; relative paths begin at its folder.
-        given: fields that were set on the command line, whose user may read what they name.
+        given: fields that were set on the command line: their relative paths begin at the working directory, and their
+            user may read what they name.
 
     Raises:
         ConfigurationError: a path that the recipe names and may not read, or that is too long from its folder.
@@ -59,12 +60,13 @@ def anchored(recipe: Recipe, source: Path, given: Collection[str]) -> Recipe:
     read = {str(absolute(path, folder)) for path in recipe.may_read or ()}
 
     def at(path: str, field: str, start: Path = folder) -> str:
-        result = absolute(path, start)
+        typed = any(_covers(own, field) or _covers(field, own) for own in given)
+        result = absolute(path, Path.cwd() if typed else start)
         try:
             check_path(str(result))
         except ValueError as error:
             raise ConfigurationError(f"{source}: {field}: {error}") from None
-        if not any(_covers(own, field) or _covers(field, own) for own in given):
+        if not typed:
             check_allowed(result, folders, field=field, source=source)
         read.add(str(result))
         return str(result)

@@ -28,7 +28,8 @@ class FileRollouts(StrictModel):
 
     type: Literal["files"]
     paths: Annotated[list[PathText], Field(min_length=1)]
-    """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder; read in order."""
+    """JSONL or Parquet files, or dumps of other programs, relative to the recipe's folder (on the command line, to the
+    working directory); read in order."""
     sequences_per_step: PositiveInt
     """Rows of one actor step; the files are read again from the start when they end."""
     format: RolloutFormat | None = None

@@ -98,6 +98,16 @@ def test_the_command_line_may_name_anything_but_for_its_own_field_alone(own, ove
         load_recipe(recipe, [override])
 
 
+def test_relative_paths_of_the_command_line_begin_at_the_working_directory(own):
+    """What a shell completes; those that the recipe names begin at its folder."""
+    recipe = write(own / "recipe.yaml", changed({"rollouts": rollouts("a.jsonl"), "model": {"weights": WEIGHTS}}))
+    loaded: Any = load_recipe(recipe, ["model.weights.path=../models/it"])
+    assert loaded.model.weights.path == str(Path.cwd().parent / "models/it")
+    assert loaded.rollouts.paths == [str(own / "a.jsonl")]
+    loaded = load_recipe(recipe, ["rollouts.paths=[b.jsonl]", "model.weights.path=it"])
+    assert loaded.rollouts.paths == [str(Path.cwd() / "b.jsonl")]
+
+
 def test_a_recipe_that_a_run_has_kept_can_be_read_from_its_folder(own, tmp_path, monkeypatch):
     recipe = write(own / "recipe.yaml", changed({"rollouts": rollouts("../data/a.jsonl"), "may_read": ["../data"]}))
     loaded = load_recipe(recipe, ["reference.checkpoint={type: megatron, path: /elsewhere/run}"])
