@@ -18,7 +18,7 @@ from megatron_support.loss.kl import reference_kl
 from megatron_support.loss.layout import SequenceSum
 from megatron_support.loss.masks import Selection, count, exclusions, poison, select, value_range
 from megatron_support.loss.participation import DropRules, Participation, participation
-from megatron_support.loss.ratio import bounded, level_log_ratio, sequence_means
+from megatron_support.loss.ratio import level_log_ratio, sequence_means
 from megatron_support.loss.surrogates import SurrogateInputs, SurrogateOutput, surrogate_loss
 from megatron_support.metrics import Mean, Metric, MetricSet, Sum
 from megatron_support.types import LossOutput
@@ -54,8 +54,9 @@ def actor_loss(
     this file for every variant, denominator, and what happens to an excluded token in each term.
 
     A response token whose current, previous or generation log-probability is -inf where ``filtered`` is True is
-    excluded from every term but the KL. A NaN or infinity elsewhere at a token that takes part makes the loss NaN;
-    :func:`find_faults` says where it is. Masked positions may hold anything. Nothing here synchronises the host.
+    excluded from every term but the KL. A NaN or infinity elsewhere at a token that takes part makes the loss NaN
+    (an advantage or entropy, NaN or infinite); :func:`find_faults` says where it is. Masked positions may hold
+    anything. Nothing here synchronises the host.
 
     Args:
         config: what to compute.
@@ -434,10 +435,10 @@ def _diagnostics(
             advantages=tokens.advantages,
             actor_logprobs=None if tokens.log_weight is None else tokens.selection(curr),
             log_ratio=tokens.log_ratio.detach(),
-            log_weight=None if tokens.log_weight is None else bounded(tokens.log_weight, tokens.log_weight_range),
+            log_weight=tokens.log_weight,
             token_ratio=surrogate.importance_ratio if by_token else None,
             ratio=surrogate.ratio.detach(),
-            clipped_ratio=surrogate.clipped_ratio,
+            clipped_ratio=None if surrogate.pessimistic is None else surrogate.pessimistic.clipped_ratio,
             clipped=surrogate.clipped,
             bounded=surrogate.bounded,
         ),
@@ -445,7 +446,7 @@ def _diagnostics(
         log_ratio_range=tokens.log_ratio_range if by_token else None,
         log_weight_range=tokens.log_weight_range,
         window=surrogate.window,
-        pessimistic=surrogate.pessimistic,
+        pessimistic=surrogate.pessimistic is not None,
         kl_type="k3" if config.kl is None else config.kl.type,
     )
     if correction is not None:

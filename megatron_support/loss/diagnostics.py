@@ -54,7 +54,7 @@ class DiagnosticTokens:
     log_ratio: Tensor
     """curr - prev per token, 0 where the mask is False."""
     log_weight: Tensor | None
-    """prev - generation in [-20, 20], 0 where the mask is False."""
+    """prev - generation, 0 where the mask is False."""
     token_ratio: Tensor | None
     """exp(log_ratio) where it is at hand."""
     ratio: Tensor
@@ -115,15 +115,15 @@ def token_diagnostics(
     names: list[str] = []
     totals, lows, highs = [], [], []
     known = _known_extremes(tokens, log_ratio_range)
-    log_mixture = _log_mixture_bound(log_weight_range)
+    farthest = _farthest(log_ratio_range), _farthest(log_weight_range)
     room: Tensor | None = None
     for block in tokens.blocks():
         if room is None or room.shape[1] != block.ratio.numel():
-            room = block.log_ratio.new_empty(4, block.ratio.numel())
+            room = _room(block.log_ratio)
         chosen = as_float(block.mask, block.curr_logprobs.dtype)
         sign, rest = torch.sign(block.advantages, out=room[0]), room[1:]
         parts = ratio_parts(block, chosen, sign, window, pessimistic, rest)
-        parts |= exclusion_parts(block, sign, rest) | mismatch_parts(block, chosen, kl_type, log_mixture, rest)
+        parts |= exclusion_parts(block, sign, rest) | mismatch_parts(block, chosen, kl_type, farthest, rest)
         names = list(parts)
         totals.append(torch.stack(list(parts.values())))
         low, high = _extremes(block.ratio, chosen, rest) if known is None else known
@@ -136,6 +136,20 @@ def token_diagnostics(
     if "weight" not in sums:
         return metrics, None
     return metrics | _mismatch_metrics(sums, count, kl_type), sums["weight"]
+
+
+def _room(tokens: Tensor) -> Tensor:
+    """``[4, T]`` for intermediate values; each row begins where sums are fast and exact: at a multiple of 64 bytes."""
+    size = tokens.numel()
+    return tokens.new_empty(4, -(-size // 16) * 16)[:, :size]
+
+
+def _farthest(log_range: tuple[Tensor, Tensor] | None) -> float:
+    """The largest |logarithm|; infinite where it is not given, or reading it would wait for a device."""
+    if log_range is None or not on_cpu(log_range[0]):
+        return math.inf
+    low, high = map(float, log_range)
+    return max(-low, high) if low <= high else math.inf  # NaN is neither
 
 
 def ratio_parts(
@@ -278,14 +292,16 @@ def _exclusion_metrics(sums: Sums) -> dict[str, Metric]:
     }
 
 
-def mismatch_parts(block: DiagnosticTokens, chosen: Tensor, kl_type: KLType, log_mixture: float, room: Tensor) -> Parts:
+def mismatch_parts(
+    block: DiagnosticTokens, chosen: Tensor, kl_type: KLType, farthest: tuple[float, float], room: Tensor
+) -> Parts:
     """Sums of d = prev - generation and of w = e^d over surviving tokens.
 
     Args:
         block: the tokens.
         chosen: the actor mask as 0 and 1.
         kl_type: which sums are read.
-        log_mixture: bound of |log((1 + w) / 2)|.
+        farthest: the largest |curr - prev| and |prev - generation|, or infinite.
         room: ``[3, T]`` for intermediate values.
     """
     if block.log_weight is None:
@@ -293,17 +309,20 @@ def mismatch_parts(block: DiagnosticTokens, chosen: Tensor, kl_type: KLType, log
     assert block.actor_logprobs is not None
     a, b, c = room
     d = block.log_weight
-    parts = {"d": d.sum(), "absolute": torch.abs(d, out=a).sum()}
+    if farthest[1] > MAX_LOG_RATIO:
+        d = torch.clamp(d, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=a)
+    parts = {"d": d.sum(), "absolute": torch.abs(d, out=b).sum()}
     if kl_type == "k2":
         parts["squares"] = torch.dot(d, d)
     weight = torch.mul(d, LOG2_E, out=b).exp2_()  # e^d, in a third of the time of exp on some CPUs
-    if block.token_ratio is None:
+    if block.token_ratio is None or sum(farthest) > MAX_LOG_RATIO:  # else no factor and no product is clamped
         to_generation = torch.add(block.log_ratio, block.log_weight, out=a)
         to_generation.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
     else:
         to_generation = torch.mul(block.token_ratio, weight, out=a)
     parts["entropy"] = torch.dot(to_generation, block.actor_logprobs)
-    parts["mixture"] = _sum_of_logs(torch.add(weight.new_tensor(0.5), weight, alpha=0.5, out=a), log_mixture)
+    mixture = torch.add(weight.new_tensor(0.5), weight, alpha=0.5, out=a)
+    parts["mixture"] = _sum_of_logs(mixture, max(math.log(2), min(farthest[1], MAX_LOG_RATIO)))
     kept = torch.mul(weight, chosen, out=c)  # subtracting the others' ones from a sum would lose small weights
     parts["weight"] = kept.sum()
     parts["weight_squares"] = torch.dot(kept, kept)
@@ -325,14 +344,6 @@ def _sum_of_logs(values: Tensor, bound: float) -> Tensor:
         values = values[:half] * values[half : 2 * half]
         bound *= 2
     return torch.cat([values, *odd]).log().sum() if odd else values.log().sum()
-
-
-def _log_mixture_bound(log_weight_range: tuple[Tensor, Tensor] | None) -> float:
-    """At most this is |log((1 + w) / 2)|; NaN for a range that has one."""
-    high = MAX_LOG_RATIO
-    if log_weight_range is not None and on_cpu(log_weight_range[1]):
-        high = min(float(log_weight_range[1]), high)
-    return max(math.log(2), math.log1p(math.exp(high)) - math.log(2))
 
 
 def _mismatch_metrics(sums: Sums, count: Tensor, kl_type: KLType) -> dict[str, Metric]:

@@ -110,6 +110,10 @@ class RolloutBatch:
                 value = getattr(self, name)
                 if value is not None and len(value) != size:
                     raise RolloutError(f"{name} must have {size} entries, one for each {unit}, got {len(value)}")
+                if isinstance(value, Tensor) and value.ndim != 1 and name in PER_TOKEN:
+                    raise RolloutError(
+                        f"{name} must have one number for each token, got shape {tuple(value.shape)}; flatten it"
+                    )
         if self.support is not None and self.support.offsets.numel() != tokens + 1:
             raise RolloutError(
                 f"support.offsets must have {tokens + 1} entries, one more than tokens, got {len(self.support.offsets)}"

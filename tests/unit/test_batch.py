@@ -111,6 +111,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"advantages": torch.zeros(5, requires_grad=True)},
         "got torch.float32 on cpu, with gradient; pass advantages.detach()",
     ),
+    "shape": (
+        {"advantages": torch.zeros(5, 2)},
+        "advantages must have one number for each token, got shape (5, 2); flatten it",
+    ),
     "device": ({"rewards": torch.zeros(2, device="meta")}, "rewards must be a tensor on the CPU"),
     "response first": (
         {"response_mask": torch.tensor([False, True, True, True, True])},

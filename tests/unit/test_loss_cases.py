@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_support.config import ActorLossConfig
-from megatron_support.loss import actor_loss
+from megatron_support.loss import actor_loss, diagnostics
 from megatron_support.metrics import MetricSet
 
 INF = float("inf")
@@ -444,21 +444,25 @@ def test_effective_sample_size_of_weights_of_any_size(shift):
 
 @pytest.mark.parametrize("ratio_level", ["token", "sequence"])
 @pytest.mark.parametrize("signs", ["both", "above", "below"])
-@pytest.mark.parametrize("spread", [1e-3, 0.3, 6.0])
+@pytest.mark.parametrize("spread", [1e-3, 0.3, 12.0])
 @pytest.mark.parametrize(
     "surrogate",
     [
-        {"type": "ppo_clip", "clip_low": 0.1, "clip_high": 0.2},
-        {"type": "ppo_clip", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.5},
-        {"type": "cispo", "clip_low": 0.1, "clip_high": 0.2},
+        {"type": "ppo_clip", "clip_low": 0.02, "clip_high": 0.2},
+        {"type": "ppo_clip", "clip_low": 0.02, "clip_high": 0.2, "dual_clip": 1.5},
+        {"type": "cispo", "clip_low": 0.02, "clip_high": 0.2},
     ],
     ids=lambda fields: "dual" if "dual_clip" in fields else fields["type"],
 )
-def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio_level):
+@pytest.mark.parametrize("block", [None, 64])
+def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio_level, block, monkeypatch):
     """Of 23 x 31 tokens, by arithmetic over the tokens that take part, one by one in float64.
 
-    ``signs``: whether log-ratios lie on both sides of a masked token's 0, or all above or below it.
+    ``signs``: whether log-ratios lie on both sides of a masked token's 0, or all above or below it. ``spread``: up to
+    where exponents are clamped. ``block``: tokens worked through at once; 713 are not a multiple of 64.
     """
+    if block is not None:
+        monkeypatch.setattr(diagnostics, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     shape = (23, 31)
 
@@ -471,6 +475,7 @@ def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio
     generation = prev - noise()
     advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
     mask = torch.rand(shape, generator=generator) < 0.7
+    mask[-1, -3:] = True
     aggregation = {"type": "token_mean" if ratio_level == "token" else "sequence_mean"}
     config = ActorLossConfig.from_dict({"surrogate": surrogate, "ratio_level": ratio_level, "aggregation": aggregation})
     values = actor_loss(
@@ -486,7 +491,7 @@ def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio
         means = torch.where(mask, log_ratio, 0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
         log_ratio = means.expand(shape)
     ratio, d = log_ratio.clamp(-20, 20).exp()[mask], (prev - generation).clamp(-20, 20)[mask]
-    a, clipped = advantages[mask], ratio.clamp(0.9, 1.2)
+    a, clipped = advantages[mask], ratio.clamp(0.98, 1.2)
     touched = ratio != clipped if surrogate["type"] == "cispo" else ratio * a > clipped * a
     expected = {
         "probs_ratio": ratio.mean(),
@@ -498,8 +503,75 @@ def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio
         "js_divergence_error": ((1 + d.exp()).log() - math.log(2) - d / 2).mean(),
         "token_mult_prob_error": d.abs().exp().mean(),
         "gen_kl_error": (d.exp() - 1 - d).mean(),
+        "approx_entropy": -((curr - generation).clamp(-20, 20).exp() * curr)[mask].mean(),
     }
     assert {name: values[name] for name in expected} == pytest.approx(
         {name: value.item() for name, value in expected.items()}, rel=1e-9
     )
     assert spread < 1 or values["clip_fraction_low"] + values["clip_fraction_high"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [-25.0, -12.0, -0.3, 0.3, 12.0, 25.0])
+def test_mismatch_of_many_equal_tokens(d, dtype):
+    """999 tokens with prev - generation = d, clamped into [-20, 20]: log((1 + e^d) / 2) - d / 2 = log cosh(d / 2)."""
+    prev = torch.full((1, 999), -30.0, dtype=dtype)
+    batch = {"curr_logprobs": prev, "prev_logprobs": prev, "generation_logprobs": prev - d}
+    values = actor_loss(PPO, **batch, **ones(prev)).metrics.compute()
+    clamped = max(-20.0, min(20.0, d))
+    rel = 1e-9 if dtype == torch.float64 else 1e-5
+    assert values["js_divergence_error"] == pytest.approx(math.log(math.cosh(clamped / 2)), rel=rel)
+    assert values["approx_entropy"] == pytest.approx(30 * math.exp(clamped), rel=rel)
+    assert values["logprob_error"] == pytest.approx(abs(clamped), rel=rel)
+
+
+def test_shares_of_what_was_excluded_count_tokens_of_dropped_sequences_too():
+    """Advantages 2, 2, 2, -1 | 4, -3, -3, 5. Excluded: the first of the first sequence, three of the second, of which
+    the fourth then leaves as well: 1 of 4 survives, less than half.
+
+    Positive: 5 tokens, 3 excluded; negative: 3, 1 excluded; mass 22, 14 excluded. The minus sign of the dropped token
+    counts among the negative ones."""
+    advantages = torch.tensor([[2.0, 2, 2, -1], [4, -3, -3, 5]])
+    outside = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1]]).bool()
+    prev = torch.full((2, 4), -1.0).masked_fill(outside, -INF)
+    output = actor_loss(
+        ActorLossConfig(min_support_fraction=0.5),
+        curr_logprobs=torch.full((2, 4), -1.0),
+        prev_logprobs=prev,
+        advantages=advantages,
+        response_mask=torch.ones(2, 4),
+    )
+    values = output.metrics.compute()
+    assert values["dropped_sequences"] == 1
+    assert values["excluded_share_positive"] == pytest.approx(3 / 5)
+    assert values["excluded_share_negative"] == pytest.approx(1 / 3)
+    assert values["excluded_advantage_mass"] == pytest.approx(14 / 22)
+
+
+@pytest.mark.parametrize("source", ["entropy", "correction_weights"])
+def test_a_fault_in_a_dropped_sequence_is_still_a_fault(source):
+    prev = torch.full((2, 4), -1.0)
+    prev[1, 1:] = -INF
+    batch = {"curr_logprobs": torch.full((2, 4), -1.0), "prev_logprobs": prev, **ones(prev)}
+    extra = {"entropy": torch.ones(2, 4), "correction_weights": torch.ones(2, 4)}
+    config = ActorLossConfig(min_support_fraction=0.5, entropy_coef=0.1)
+    output = actor_loss(config, **batch, **extra)
+    assert output.metrics["dropped_sequences"].compute() == 1 and torch.isfinite(output.loss)
+    extra[source][1, 0] = math.nan
+    assert torch.isnan(actor_loss(config, **batch, **extra).loss)
+
+
+def test_second_derivatives_of_masked_tokens_are_zero():
+    """loss = -sum e^(curr - prev) A over the masked-in tokens: its second derivative is itself, token by token."""
+    curr = torch.tensor([[-1.0, -2.0, -INF, -1.5]], dtype=torch.float64, requires_grad=True)
+    output = actor_loss(
+        ActorLossConfig.from_dict({"surrogate": {"type": "on_policy"}, "aggregation": {"type": "token_sum"}}),
+        curr_logprobs=curr,
+        advantages=torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float64),
+        response_mask=torch.tensor([[1, 0, 1, 1]]),
+    )
+    (first,) = torch.autograd.grad(output.loss, curr, create_graph=True)
+    weights = torch.tensor([[1.0, 10.0, 100.0, 1000.0]], dtype=torch.float64)
+    (second,) = torch.autograd.grad((first * weights).sum(), curr)
+    assert first.tolist() == [[-1.0, 0.0, 0.0, -4.0]]
+    assert second.tolist() == [[-1.0, 0.0, 0.0, -4000.0]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from megatron_support.loss import (
     find_faults,
     register_surrogate,
 )
+from megatron_support.loss.surrogates.base import SURROGATES
 from tests.loss_batch import INF, config, flat, gradients, random_batch, with_gradients
 
 NAN = float("nan")
@@ -152,6 +156,35 @@ def test_a_registered_surrogate_is_configured_and_used():
     ):
         with pytest.raises(ConfigurationError, match=message):
             ActorLossConfig.from_dict({"surrogate": {"type": "test_squared", **data}})
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced", "low", "high", "clamped"),
+    [
+        ("advantages", lambda inputs: ({"advantages": inputs.advantages + 0.5}, {}), 0.0, 1.0, 1.2),
+        ("window", lambda inputs: ({}, {"window": (0.5, 4.0)}), 0.0, 1.0, math.e),
+        ("ratio", lambda inputs: ({}, {"ratio": 2 * inputs.ratio.detach()}), 0.0, 1.0, 1.2),
+        ("clipped", lambda inputs: ({}, {"clipped": inputs.ratio < 0}), 0.0, 0.0, 1.2),
+    ],
+)
+def test_a_surrogate_on_top_of_ppo_reports_what_it_did(name, replaced, low, high, clamped):
+    """One token with r = e and A = -0.2, or 1, under ppo_clip of other advantages, or with its report replaced."""
+
+    @register_surrogate(f"test_on_top_{name}")
+    def on_top(inputs: SurrogateInputs) -> SurrogateOutput:
+        of_inputs, of_output = replaced(inputs)
+        return replace(SURROGATES["ppo_clip"](replace(inputs, **of_inputs), clip_low=0.2, clip_high=0.2), **of_output)
+
+    output = actor_loss(
+        ActorLossConfig.from_dict({"surrogate": {"type": f"test_on_top_{name}"}}),
+        curr_logprobs=torch.tensor([[-1.0]], dtype=torch.float64),
+        prev_logprobs=torch.tensor([[-2.0]], dtype=torch.float64),
+        advantages=torch.tensor([[-0.2 if name == "advantages" else 1.0]], dtype=torch.float64),
+        response_mask=torch.ones(1, 1),
+    )
+    values = output.metrics.compute()
+    assert (values["clip_fraction_low"], values["clip_fraction_high"]) == (low, high)
+    assert values["probs_ratio_clamped"] == pytest.approx(clamped)
 
 
 def test_a_surrogate_may_report_clipping():

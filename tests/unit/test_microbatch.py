@@ -43,6 +43,8 @@ def test_packed_targets_are_next_tokens_of_their_own_sequence():
     assert packed.sequence_ids.tolist() == [0, 0, 0, 1, 0]
     assert packed.cu_seqlens.tolist() == [0, 3, 5] and packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == 3 and packed.packed and packed.num_sequences == 2
+    (swapped,) = build(rollouts, [1, 0], layout="packed")
+    assert swapped.cu_seqlens.tolist() == [0, 2, 5] and swapped.max_seqlen == 3
 
 
 def test_padded_rows_hold_one_sequence_each():

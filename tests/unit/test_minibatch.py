@@ -7,8 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_support.config.recipe import MicrobatchConfig
+from megatron_support.distributed.groups import ParallelGroups
 from megatron_support.errors import ConfigurationError
+from megatron_support.megatron.minibatch import prepare_minibatch
 from megatron_support.rollouts.minibatch import split_minibatches
+from tests.rollout_batch import make_rollouts
 
 
 @given(st.data())
@@ -43,3 +47,19 @@ def test_more_minibatches_than_sequences_are_refused(minibatches):
         split_minibatches(3, minibatches)
     assert f"from 1 to the number of sequences of a step (3), got {minibatches}" in str(caught.value)
     assert "lower train.minibatches" in str(caught.value)
+
+
+def test_counts_are_of_valid_sequences_and_their_response_tokens():
+    """Responses of 3, 2, 0, 4, 1 tokens; the second sequence is masked; rewards 0, 1, 1, 1, -1."""
+    rollouts = make_rollouts(
+        [4, 3, 1, 5, 2],
+        sample_mask=torch.tensor([True, False, True, True, True]),
+        rewards=torch.tensor([0.0, 1, 1, 1, -1]),
+    )
+    config = MicrobatchConfig.from_dict({"max_tokens": 8, "layout": "padded"})
+    device = torch.device("cpu")
+    minibatch = prepare_minibatch(rollouts, microbatch=config, groups=ParallelGroups(), device=device)
+    assert minibatch.valid_tokens == 3 + 4 + 1
+    assert minibatch.valid_sequences == 3
+    assert minibatch.positive_tokens == 4
+    assert minibatch.padded_tokens == len(minibatch) * minibatch.micro_batch_size * minibatch.seq_length

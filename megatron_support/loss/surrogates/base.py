@@ -45,6 +45,27 @@ class SurrogateInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PessimisticClip:
+    """PPO's minimum clips above only where the advantage is positive, and below only where it is negative.
+
+    ``clipped`` is then 0 at tokens that do not take part.
+    """
+
+    ratio: Tensor
+    advantages: Tensor
+    window: tuple[float, float]
+    clipped: Tensor
+    """As in :class:`SurrogateOutput`."""
+    clipped_ratio: Tensor
+    """``ratio`` clipped into ``window``."""
+
+    def explains(self, output: SurrogateOutput, inputs: SurrogateInputs) -> bool:
+        """Whether this is about what the output reports, which a caller of the surrogate may have replaced."""
+        same = self.ratio is output.ratio and self.clipped is output.clipped and self.advantages is inputs.advantages
+        return same and self.window == output.window
+
+
+@dataclass(frozen=True, kw_only=True)
 class SurrogateOutput:
     """A loss per token and what diagnostics report about it."""
 
@@ -54,17 +75,15 @@ class SurrogateOutput:
     """What the loss is linear in before clipping: the ratio, or the log-probability. Reported only."""
     window: tuple[float, float] | None = None
     """The bounds that clip ``ratio``; None for no clipping."""
-    clipped_ratio: Tensor | None = None
-    """``ratio`` clipped into ``window``, where it is at hand."""
     clipped: Tensor | None = None
     """bool, or 0 and 1: tokens whose gradient a clip removed or whose ratio it changed."""
-    pessimistic: bool = False
-    """Whether a token is ``clipped`` above only where its advantage is positive, and below only where it is negative,
-    as PPO's minimum has it. Then ``clipped`` is 0 at tokens that do not take part."""
     bounded: Tensor | None = None
     """bool, tokens where a second bound applies (dual clip, ratio cap)."""
     zero_outside: bool = False
     """Whether the loss is 0 at every token that does not take part, as any multiple of the advantage is."""
+    pessimistic: PessimisticClip | None = None
+    """How ``clipped`` came about, which spares diagnostics some work; :func:`surrogate_loss` drops it where it is not
+    about this output."""
     importance_ratio: Tensor | None = None
     """The detached ratio of the inputs; set by :func:`surrogate_loss`."""
 
@@ -117,4 +136,6 @@ def surrogate_loss(name: str, inputs: SurrogateInputs, parameters: dict[str, Any
     output = SURROGATES[name](inputs, **parameters)
     if not isinstance(output, SurrogateOutput):
         output = SurrogateOutput(loss=output, ratio=inputs.ratio.detach())
-    return replace(output, importance_ratio=inputs.ratio.detach())
+    clip = output.pessimistic
+    kept = clip if clip is not None and clip.explains(output, inputs) else None
+    return replace(output, pessimistic=kept, importance_ratio=inputs.ratio.detach())

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from megatron_support.loss.surrogates.base import SurrogateInputs, SurrogateOutput, register_surrogate
+from megatron_support.loss.surrogates.base import PessimisticClip, SurrogateInputs, SurrogateOutput, register_surrogate
 
 
 @register_surrogate("ppo_clip")
@@ -34,13 +34,15 @@ def ppo_clip(
     if dual_clip is not None:
         bounded = (advantages < 0) & (loss.detach() > dual_clip * -advantages)
         loss = torch.where(bounded, dual_clip * -advantages, loss)
+    window = (1 - clip_low, 1 + clip_high)
     return SurrogateOutput(
         loss=loss,
         ratio=plain,
-        window=(1 - clip_low, 1 + clip_high),
-        clipped_ratio=clipped_ratio,
+        window=window,
         clipped=clipped,
-        pessimistic=True,
+        pessimistic=PessimisticClip(
+            ratio=plain, advantages=advantages, window=window, clipped=clipped, clipped_ratio=clipped_ratio
+        ),
         bounded=bounded,
         zero_outside=True,
     )
@@ -74,7 +76,8 @@ def sapo(inputs: SurrogateInputs, *, tau_positive: float, tau_negative: float) -
     Formula: ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau_positive where A > 0, else tau_negative.
     Gao et al. 2025, arXiv:2511.20347.
     """
-    tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative).to(inputs.ratio.dtype)
+    positive, negative = (inputs.ratio.new_full((), tau) for tau in (tau_positive, tau_negative))
+    tau = torch.where(inputs.advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (inputs.ratio - 1)) * (4 / tau)
     return SurrogateOutput(loss=gate * -inputs.advantages, ratio=inputs.ratio.detach())
 
