@@ -322,7 +322,8 @@ def mismatch_parts(
         to_generation = torch.mul(block.token_ratio, weight, out=a)
     parts["entropy"] = torch.dot(to_generation, block.actor_logprobs)
     mixture = torch.add(weight.new_tensor(0.5), weight, alpha=0.5, out=a)
-    parts["mixture"] = _sum_of_logs(mixture, max(math.log(2), min(farthest[1], MAX_LOG_RATIO)))
+    bound = min(farthest[1], MAX_LOG_RATIO)  # of log((1 + w) / 2), which lies between 0 and d
+    parts["mixture"] = _sum_of_logs(mixture, max(bound, 0.5))  # a few folds do: more would be calls, not work
     kept = torch.mul(weight, chosen, out=c)  # subtracting the others' ones from a sum would lose small weights
     parts["weight"] = kept.sum()
     parts["weight_squares"] = torch.dot(kept, kept)

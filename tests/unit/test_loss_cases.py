@@ -10,6 +10,7 @@ import torch
 
 from megatron_support.config import ActorLossConfig
 from megatron_support.loss import actor_loss, diagnostics
+from megatron_support.loss.masks import Selection
 from megatron_support.metrics import MetricSet
 
 INF = float("inf")
@@ -512,20 +513,21 @@ def test_diagnostics_are_what_their_formulas_say(surrogate, spread, signs, ratio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [-25.0, -12.0, -0.3, 0.3, 12.0, 25.0])
+@pytest.mark.parametrize("d", [-25.0, -12.0, -0.3125, 0.3125, 12.0, 25.0])
 def test_mismatch_of_many_equal_tokens(d, dtype):
     """999 tokens with prev - generation = d, clamped into [-20, 20]: log((1 + e^d) / 2) - d / 2 = log cosh(d / 2)."""
-    prev = torch.full((1, 999), -30.0, dtype=dtype)
+    prev = torch.full((1, 999), -32.0, dtype=dtype)
     batch = {"curr_logprobs": prev, "prev_logprobs": prev, "generation_logprobs": prev - d}
     values = actor_loss(PPO, **batch, **ones(prev)).metrics.compute()
     clamped = max(-20.0, min(20.0, d))
     rel = 1e-9 if dtype == torch.float64 else 1e-5
     assert values["js_divergence_error"] == pytest.approx(math.log(math.cosh(clamped / 2)), rel=rel)
-    assert values["approx_entropy"] == pytest.approx(30 * math.exp(clamped), rel=rel)
+    assert values["approx_entropy"] == pytest.approx(32 * math.exp(clamped), rel=rel)
     assert values["logprob_error"] == pytest.approx(abs(clamped), rel=rel)
 
 
-def test_shares_of_what_was_excluded_count_tokens_of_dropped_sequences_too():
+@pytest.mark.parametrize("surrogate", ["ppo_clip", "cispo"])
+def test_shares_of_what_was_excluded_count_tokens_of_dropped_sequences_too(surrogate):
     """Advantages 2, 2, 2, -1 | 4, -3, -3, 5. Excluded: the first of the first sequence, three of the second, of which
     the fourth then leaves as well: 1 of 4 survives, less than half.
 
@@ -535,7 +537,7 @@ def test_shares_of_what_was_excluded_count_tokens_of_dropped_sequences_too():
     outside = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1]]).bool()
     prev = torch.full((2, 4), -1.0).masked_fill(outside, -INF)
     output = actor_loss(
-        ActorLossConfig(min_support_fraction=0.5),
+        ActorLossConfig.from_dict({"min_support_fraction": 0.5, "surrogate": {"type": surrogate}}),
         curr_logprobs=torch.full((2, 4), -1.0),
         prev_logprobs=prev,
         advantages=advantages,
@@ -562,16 +564,12 @@ def test_a_fault_in_a_dropped_sequence_is_still_a_fault(source):
 
 
 def test_second_derivatives_of_masked_tokens_are_zero():
-    """loss = -sum e^(curr - prev) A over the masked-in tokens: its second derivative is itself, token by token."""
-    curr = torch.tensor([[-1.0, -2.0, -INF, -1.5]], dtype=torch.float64, requires_grad=True)
-    output = actor_loss(
-        ActorLossConfig.from_dict({"surrogate": {"type": "on_policy"}, "aggregation": {"type": "token_sum"}}),
-        curr_logprobs=curr,
-        advantages=torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float64),
-        response_mask=torch.tensor([[1, 0, 1, 1]]),
-    )
-    (first,) = torch.autograd.grad(output.loss, curr, create_graph=True)
-    weights = torch.tensor([[1.0, 10.0, 100.0, 1000.0]], dtype=torch.float64)
-    (second,) = torch.autograd.grad((first * weights).sum(), curr)
-    assert first.tolist() == [[-1.0, 0.0, 0.0, -4.0]]
-    assert second.tolist() == [[-1.0, 0.0, 0.0, -4000.0]]
+    """s = sum w x over the chosen: ds/dx is w there and 0 elsewhere, and so is its derivative with respect to w."""
+    values = torch.tensor([1.0, -INF, math.nan, 2.0], requires_grad=True)
+    weights = torch.tensor([3.0, 4.0, 5.0, 6.0], requires_grad=True)
+    chosen = Selection(torch.tensor([True, False, False, True]))
+    for selected in (chosen(values), chosen.difference(values, torch.ones(4))):
+        (first,) = torch.autograd.grad((selected * weights).sum(), values, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weights)
+        assert first.tolist() == [3.0, 0.0, 0.0, 6.0]
+        assert second.tolist() == [1.0, 0.0, 0.0, 1.0]

@@ -163,8 +163,8 @@ def test_a_registered_surrogate_is_configured_and_used():
     [
         ("advantages", lambda inputs: ({"advantages": inputs.advantages + 0.5}, {}), 0.0, 1.0, 1.2),
         ("window", lambda inputs: ({}, {"window": (0.5, 4.0)}), 0.0, 1.0, math.e),
-        ("ratio", lambda inputs: ({}, {"ratio": 2 * inputs.ratio.detach()}), 0.0, 1.0, 1.2),
-        ("clipped", lambda inputs: ({}, {"clipped": inputs.ratio < 0}), 0.0, 0.0, 1.2),
+        ("ratio", lambda inputs: ({}, {"ratio": 0.35 * inputs.ratio.detach()}), 1.0, 0.0, 0.35 * math.e),
+        ("clipped", lambda inputs: ({}, {"clipped": inputs.ratio > 0}), 0.0, 1.0, 1.2),
     ],
 )
 def test_a_surrogate_on_top_of_ppo_reports_what_it_did(name, replaced, low, high, clamped):
@@ -179,7 +179,7 @@ def test_a_surrogate_on_top_of_ppo_reports_what_it_did(name, replaced, low, high
         ActorLossConfig.from_dict({"surrogate": {"type": f"test_on_top_{name}"}}),
         curr_logprobs=torch.tensor([[-1.0]], dtype=torch.float64),
         prev_logprobs=torch.tensor([[-2.0]], dtype=torch.float64),
-        advantages=torch.tensor([[-0.2 if name == "advantages" else 1.0]], dtype=torch.float64),
+        advantages=torch.tensor([[1.0 if name in ("window", "ratio") else -0.2]], dtype=torch.float64),
         response_mask=torch.ones(1, 1),
     )
     values = output.metrics.compute()
