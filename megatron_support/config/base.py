@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -67,7 +67,7 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         model = _model_at(root, path[:-1])
         fields = list(model.model_fields)
-        close = difflib.get_close_matches(str(path[-1]), fields, n=1)
+        close = closest(str(path[-1]), fields)
         close = close or [name.removesuffix(str(path[-1])) + place for place in _places(str(path[-1]), model)]
         remedy = f"did you mean '{close[0]}'?" if len(close) == 1 else f"use one of: {', '.join(fields)}"
         return f"{name}: unknown field; {remedy}"
@@ -76,7 +76,7 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "union_tag_invalid":
         tag = str(context.get("tag"))
         choices = [c.strip().strip("'") for c in str(context.get("expected_tags", "")).split(",")]
-        close = difflib.get_close_matches(tag, choices, n=1)
+        close = closest(tag, choices)
         hint = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(choices)}"
         return f"{name}.type: unknown type, got {tag!r}; {hint}"
     if kind == "union_tag_not_found":
@@ -88,8 +88,16 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "value_error":
         message = str(context.get("error", details["msg"]))
         return f"{name}: {message}" if name else message
+    if kind == "list_type":
+        return f"{name}: must be a list, got {value!r}; write it as [a, b]"
     rule = details["msg"].removeprefix("Input should be ").removeprefix("Input ")
     return f"{name}: must be {rule}, got {value!r}; change it to fit"
+
+
+def closest(word: str, choices: Collection[str]) -> list[str]:
+    """The one choice that was probably meant: that begins with the word, or else is most like it. Empty for none."""
+    longer = [choice for choice in choices if choice.startswith(word)]
+    return longer if word and len(longer) == 1 else difflib.get_close_matches(word, choices, n=1)
 
 
 def _places(name: str, model: type[BaseModel], parent: str = "") -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from typing_extensions import Self
 
-from megatron_support.config.base import RuleErrors, StrictModel
+from megatron_support.config.base import RuleErrors, StrictModel, closest
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -124,7 +123,7 @@ class RegisteredSurrogate(StrictModel):
     def _known(cls, value: str) -> str:
         if value not in _REGISTERED:
             known = [*BUILT_IN_SURROGATES, *_REGISTERED]
-            close = difflib.get_close_matches(value, known, n=1)
+            close = closest(value, known)
             hint = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(known)}"
             raise ValueError(f"unknown surrogate, got {value!r}; {hint} (or add it with register_surrogate)")
         return value

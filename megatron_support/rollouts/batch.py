@@ -197,8 +197,8 @@ def _check_host_tensor(name: str, value: Any) -> None:
     if value.device.type != "cpu" or value.requires_grad or value.dtype == torch.bfloat16:
         grad = ", with gradient" if value.requires_grad else ""
         raise RolloutError(
-            f"{name} must be a tensor on the CPU, detached, and fp32 if it has fractions, got {value.dtype} on "
-            f"{value.device}{grad}; pass {name}.detach().float().cpu(), or without float() if it has none"
+            f"{name} must be a tensor on the CPU, detached, in fp32, int64 or bool, got {value.dtype} on "
+            f"{value.device}{grad}; pass {name}.detach().cpu() in one of them"
         )
 
 

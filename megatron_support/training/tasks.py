@@ -5,12 +5,12 @@ They share a byte-level vocabulary, so a model of any size can learn them from r
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_support.config.base import closest
 from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 
@@ -152,7 +152,7 @@ def unknown_task(name: str) -> str | None:
     """Rule and remedy where no task has that name, else None."""
     if name in _TASKS:
         return None
-    close = difflib.get_close_matches(name, _TASKS, n=1)
+    close = closest(name, _TASKS)
     remedy = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(sorted(_TASKS))}"
     return f"must be a registered task, got {name!r}; {remedy}"
 

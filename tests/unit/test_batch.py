@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bf16": (
         {"values": torch.zeros(5, dtype=torch.bfloat16)},
-        "values must be a tensor on the CPU, detached, and fp32 if it has fractions, got torch.bfloat16 on cpu; pass",
+        "values must be a tensor on the CPU, detached, in fp32, int64 or bool, got torch.bfloat16 on cpu; pass",
     ),
     "gradient": (
         {"advantages": torch.zeros(5, requires_grad=True)},

@@ -190,7 +190,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "model: architecture must be null with weights.type 'gguf', which carries its own; remove it",
     ),
     "no files": ({"rollouts": {**FILES, "paths": []}}, "rollouts.paths: must"),
-    "a path": ({"rollouts": {**FILES, "paths": "a.jsonl"}}, "rollouts.paths: must be a valid list, got 'a.jsonl'"),
+    "a path": (
+        {"rollouts": {**FILES, "paths": "a.jsonl"}},
+        "rollouts.paths: must be a list, got 'a.jsonl'; write it as [a, b]",
+    ),
     "a group of one": (
         {"rollouts.samples_per_prompt": 1},
         "rollouts.samples_per_prompt must be >= 2 with grpo",

@@ -5,8 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from megatron_support import ActorLossConfig, actor_loss
 from megatron_support.__main__ import _parse, main
 from megatron_support.config import Recipe, load_recipe
 
@@ -70,9 +72,16 @@ def test_the_tutorials_recipe_is_valid(tmp_path):
 
 
 def test_the_page_about_extending_runs(capsys):
-    surrogate, batch = blocks(EXAMPLES / "extending.md", "python")
+    surrogate, wrapper, batch = blocks(EXAMPLES / "extending.md", "python")
     exec(batch, {})
     assert capsys.readouterr().out == "1 [True]\n"
+    exec(f"{surrogate}\n{wrapper}", {})
+    config = ActorLossConfig.from_dict({"surrogate": {"type": "ppo_shifted", "shift": 0.25}})
+    tokens = torch.full((1, 3), -1.0)
+    output = actor_loss(
+        config, curr_logprobs=tokens, prev_logprobs=tokens, advantages=tokens, response_mask=torch.tensor([[1, 1, 0]])
+    )
+    assert output.loss == 0.75
     assert surrogate.split("def ")[1].split("(")[0] in (EXAMPLES / "custom_surrogate.py").read_text()
 
 

@@ -187,6 +187,27 @@ def test_a_surrogate_on_top_of_ppo_reports_what_it_did(name, replaced, low, high
     assert values["probs_ratio_clamped"] == pytest.approx(clamped)
 
 
+def test_masked_tokens_stay_out_of_a_surrogate_on_top_of_ppo():
+    """Every ratio is 1, A = 1 + 0.5 at the one token of four that takes part, and 0 + 0.5 at the others."""
+
+    @register_surrogate("test_shifted")
+    def shifted(inputs: SurrogateInputs) -> SurrogateOutput:
+        moved = replace(inputs, advantages=inputs.advantages + 0.5)
+        return SURROGATES["ppo_clip"](moved, clip_low=0.2, clip_high=0.2)
+
+    curr = torch.tensor([[-1.0, -2.0, -INF, -1.5]], requires_grad=True)
+    output = actor_loss(
+        ActorLossConfig.from_dict({"surrogate": {"type": "test_shifted"}, "normalization": "survivors"}),
+        curr_logprobs=curr,
+        prev_logprobs=curr.detach(),
+        advantages=torch.ones(1, 4),
+        response_mask=torch.tensor([[1, 0, 1, 0]]),
+    )
+    output.loss.backward()
+    assert output.loss.item() == -1.5
+    assert curr.grad.tolist() == [[-1.5, 0.0, 0.0, 0.0]]
+
+
 def test_a_surrogate_may_report_clipping():
     @register_surrogate("test_reporting")
     def reporting(inputs: SurrogateInputs) -> SurrogateOutput:

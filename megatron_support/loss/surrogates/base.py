@@ -137,5 +137,6 @@ def surrogate_loss(name: str, inputs: SurrogateInputs, parameters: dict[str, Any
     if not isinstance(output, SurrogateOutput):
         output = SurrogateOutput(loss=output, ratio=inputs.ratio.detach())
     clip = output.pessimistic
-    kept = clip if clip is not None and clip.explains(output, inputs) else None
-    return replace(output, pessimistic=kept, importance_ratio=inputs.ratio.detach())
+    if clip is not None and not clip.explains(output, inputs):  # a surrogate that builds on a built-in one
+        output = replace(output, pessimistic=None, zero_outside=False)
+    return replace(output, importance_ratio=inputs.ratio.detach())

@@ -66,7 +66,7 @@ def read_dump(
     if format is not None and format not in FORMATS:
         raise RolloutError(f"format must be one of {', '.join(FORMATS)}, got {format!r}; use one of them")
     if not path.exists():
-        raise RolloutError(f"{path}: no such file or folder; give the path of a dump")
+        raise RolloutError(f"{path}: no such file or folder; give the path of a rollout file or of a dump")
     if not os.access(path, os.R_OK):
         raise RolloutError(f"{path}: cannot read it (permission denied); give a readable file")
     check_file(path)
