@@ -76,9 +76,7 @@ def describe_error(details: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "union_tag_invalid":
         tag = str(context.get("tag"))
         choices = [c.strip().strip("'") for c in str(context.get("expected_tags", "")).split(",")]
-        close = closest(tag, choices)
-        hint = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(choices)}"
-        return f"{name}.type: unknown type, got {tag!r}; {hint}"
+        return f"{name}.type: unknown type, got {tag!r}; {choice_meant(tag, choices)}"
     if kind == "union_tag_not_found":
         return f"{name}: a mapping with a field 'type' is required, got {value!r}; add 'type: ...'"
     if kind == "literal_error":
@@ -98,6 +96,12 @@ def closest(word: str, choices: Collection[str]) -> list[str]:
     """The one choice that was probably meant: that begins with the word, or else is most like it. Empty for none."""
     longer = [choice for choice in choices if choice.startswith(word)]
     return longer if word and len(longer) == 1 else difflib.get_close_matches(word, choices, n=1)
+
+
+def choice_meant(word: str, choices: Collection[str]) -> str:
+    """The remedy for an unknown word: the choice that was probably meant, or else all of them."""
+    close = closest(word, choices)
+    return f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(choices)}"
 
 
 def _places(name: str, model: type[BaseModel], parent: str = "") -> list[str]:

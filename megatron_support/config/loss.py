@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from typing_extensions import Self
 
-from megatron_support.config.base import RuleErrors, StrictModel, closest
+from megatron_support.config.base import RuleErrors, StrictModel, choice_meant
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -122,9 +122,7 @@ class RegisteredSurrogate(StrictModel):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in _REGISTERED:
-            known = [*BUILT_IN_SURROGATES, *_REGISTERED]
-            close = closest(value, known)
-            hint = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(known)}"
+            hint = choice_meant(value, [*BUILT_IN_SURROGATES, *_REGISTERED])
             raise ValueError(f"unknown surrogate, got {value!r}; {hint} (or add it with register_surrogate)")
         return value
 

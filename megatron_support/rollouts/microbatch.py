@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 
 from megatron_support.errors import ConfigurationError
 from megatron_support.rollouts.batch import RolloutBatch, ragged_arange, select_support
-from megatron_support.rollouts.planning import Layout
+from megatron_support.rollouts.planning import Array, Layout, round_up
 from megatron_support.types import SamplingParams, TokenBatch
-
-Array = numpy.ndarray[Any, Any]
 
 
 def build_microbatch(
@@ -77,7 +74,7 @@ def _segments(lengths: Array, layout: Layout, pad_to: tuple[int, int], sequence_
     rows, width = pad_to
     if layout == "padded":
         return numpy.full(rows, width)
-    sizes = -(-lengths // sequence_multiple) * sequence_multiple
+    sizes = round_up(lengths, sequence_multiple)
     rest = rows * width - int(sizes.sum())
     return numpy.append(sizes, rest) if rest else sizes
 

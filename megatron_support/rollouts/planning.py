@@ -5,14 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapreplace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
 from megatron_support.errors import RolloutError
 
 Layout = Literal["packed", "padded"]
+Array = numpy.ndarray[Any, Any]
+Lengths = TypeVar("Lengths", Tensor, Array)
 
 
 def plan_microbatches(
@@ -97,7 +100,7 @@ def padded_row(lengths: Tensor, sequence_multiple: int, total_multiple: int) -> 
     return -(-longest // total_multiple) * total_multiple
 
 
-def round_up(lengths: Tensor, multiple: int) -> Tensor:
+def round_up(lengths: Lengths, multiple: int) -> Lengths:
     """Each length rounded up to a multiple."""
     return (lengths + multiple - 1) // multiple * multiple
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_support.config.base import closest
+from megatron_support.config.base import choice_meant
 from megatron_support.config.recipe import Recipe
 from megatron_support.errors import ConfigurationError
 
@@ -152,9 +152,7 @@ def unknown_task(name: str) -> str | None:
     """Rule and remedy where no task has that name, else None."""
     if name in _TASKS:
         return None
-    close = closest(name, _TASKS)
-    remedy = f"did you mean '{close[0]}'?" if close else f"use one of: {', '.join(sorted(_TASKS))}"
-    return f"must be a registered task, got {name!r}; {remedy}"
+    return f"must be a registered task, got {name!r}; {choice_meant(name, sorted(_TASKS))}"
 
 
 def task_of(recipe: Recipe) -> Task | None:

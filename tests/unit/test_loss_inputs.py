@@ -18,7 +18,7 @@ from megatron_support.loss import (
     find_faults,
     register_surrogate,
 )
-from megatron_support.loss.surrogates.base import SURROGATES
+from megatron_support.loss.surrogates import SURROGATES
 from tests.loss_batch import INF, config, flat, gradients, random_batch, with_gradients
 
 NAN = float("nan")
